@@ -3,6 +3,7 @@
 from .base import consensus_distance as consensus_distance
 from .base import due_round as due_round
 from .base import gossip as gossip
+from .base import mean_params as mean_params
 from .compressed import choco as choco
 from .compressed import dcd_psgd as dcd_psgd
 from .compressed import ecd_psgd as ecd_psgd

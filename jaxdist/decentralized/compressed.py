@@ -205,7 +205,7 @@ def ecd_psgd(compressor: Compressor) -> Method:
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=jd.decentralized.ecd_psgd(jd.qsgd(8)))
-      >>> tx.init(jnp.ones(3)).method.value["mixed"].tolist()
+      >>> tx.init(jnp.ones(3)).method.value.mixed.tolist()
       [1.0, 1.0, 1.0]
 
     References:
@@ -218,11 +218,19 @@ def ecd_psgd(compressor: Compressor) -> Method:
         )
     step = partial(_ecd_step, compressor)
     prepare = partial(check_undirected, method="ecd_psgd")
-    return Method(prepare, lambda params, topology: {"mixed": params}, step, flattens=True)
+    return Method(prepare, lambda params, topology: EstimateState(params), step, flattens=True)
+
+
+class EstimateState(NamedTuple):
+    """The state of `ecd_psgd` of one worker: `Σ_j W_ij x̃_j`, where its next step starts from."""
+
+    mixed: PyTree
+
+    keeps_apart = "estimates, from which the next step starts in place of the parameters"
 
 
 def _ecd_step(compressor: Compressor, context: StepContext) -> StepResult:
-    mixed = context.state["mixed"]
+    mixed = context.state.mixed
     steps, inner = context.adapt(context.gradients)
     # x' = Σ_j W_ij x̃_j + u
     params = plus(mixed, steps)
@@ -236,7 +244,7 @@ def _ecd_step(compressor: Compressor, context: StepContext) -> StepResult:
     own, from_neighbors = exchange(context, compressor, jax.tree.map(extrapolate, wide(context.params), params))
     # Σ_j W_ij x̃_j <- (1 - 2/t) Σ_j W_ij x̃_j + (2/t) Σ_j W_ij C(z_j)
     mixed = jax.tree.map(lambda s, z: s + (2 / t).astype(s.dtype) * (z - s), mixed, plus(own, from_neighbors))
-    return StepResult(params, inner, {"mixed": mixed})
+    return StepResult(params, inner, EstimateState(mixed))
 
 
 @with_description

@@ -10,7 +10,7 @@ import optax
 from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.trees import minus, next_count, plus, tree_where, wide
-from .._core.types import Array, PyTree, State, Updates
+from .._core.types import Array, Float, Int, PyTree, State, Updates
 from ..topology.base import Topology
 from ..topology.spectrum import lazy, smallest_eigenvalue
 from ..transforms.common import LearningRate, moving_average, rate_at, zeros_like
@@ -88,13 +88,27 @@ def _prepare_d2(exact_diffusion: bool | None, topology: Topology) -> Topology:
     return lazy(topology) if use_lazy else topology
 
 
-def _init_d2(params: PyTree, topology: Topology) -> dict[str, PyTree]:
-    return {"correction": zeros_like(params), "rate": jnp.zeros((), jnp.float32)}
+class CorrectionState(NamedTuple):
+    """The state of `d2` of one worker: its correction `c`, and the learning rate that this is proportional to.
+
+    The corrections of all workers sum to zero and belong to the steps of the inner optimizer, not to the models. So a
+    round of local steps treats them as that optimizer's momentum.
+    """
+
+    correction: Updates
+    rate: Float[Array, ""]
+
+    model_fields = ()
+    buffer_fields = ("correction", "rate")
+
+
+def _init_d2(params: PyTree, topology: Topology) -> CorrectionState:
+    return CorrectionState(zeros_like(params), jnp.zeros((), jnp.float32))
 
 
 def _d2_step(context: StepContext) -> StepResult:
     steps, inner = context.adapt(context.gradients)
-    old_correction, old_rate = context.state["correction"], context.state["rate"]
+    old_correction, old_rate = context.state
     # The correction is a sum of differences of steps, so it scales with the rate: not in the paper, whose rate is
     # constant.
     rate = old_rate if context.learning_rate is None else context.learning_rate.astype(old_rate.dtype)
@@ -107,7 +121,7 @@ def _d2_step(context: StepContext) -> StepResult:
     if context.learning_rate is not None:
         # A step at rate zero says nothing about the disagreement of gradients.
         new_correction, rate = tree_where(rate > 0, (new_correction, rate), (old_correction, old_rate))
-    return StepResult(plus(before_mixing, delta), inner, {"correction": new_correction, "rate": rate})
+    return StepResult(plus(before_mixing, delta), inner, CorrectionState(new_correction, rate))
 
 
 @with_description
@@ -155,31 +169,43 @@ def gradient_tracking(*, order: Order = "adapt_then_combine") -> Method:
     return Method(check_doubly_stochastic, _init_tracker, step)
 
 
-def _init_tracker(params: PyTree, topology: Topology) -> dict[str, PyTree]:
-    return {"tracker": zeros_like(params), "gradient": zeros_like(params)}
+class TrackerState(NamedTuple):
+    """The state of `gradient_tracking` of one worker: its tracker `y` and its last gradient.
+
+    Their means over workers are equal whatever the models are, so a round of local steps leaves them as they are.
+    """
+
+    tracker: Updates
+    gradient: Updates
+
+    model_fields = ()
+
+
+def _init_tracker(params: PyTree, topology: Topology) -> TrackerState:
+    return TrackerState(zeros_like(params), zeros_like(params))
 
 
 def _adapt_then_combine(context: StepContext) -> StepResult:
     gradient = _current_gradient(context)
     # y <- W (y + g - g'),   x <- W (x + u(y))
-    tracker = mix(context, plus(context.state["tracker"], minus(gradient, context.state["gradient"])))
+    tracker = mix(context, plus(context.state.tracker, minus(gradient, context.state.gradient)))
     steps, inner = context.adapt(optax.tree.cast_like(tracker, context.gradients))
     params = mix(context, plus(context.params, steps), like=context.params)
-    return StepResult(params, inner, {"tracker": tracker, "gradient": gradient})
+    return StepResult(params, inner, TrackerState(tracker, gradient))
 
 
 def _combine_then_adapt(context: StepContext) -> StepResult:
-    gradient, tracker = _current_gradient(context), context.state["tracker"]
+    gradient, tracker = _current_gradient(context), context.state.tracker
     # y <- W y + g - g',   x <- W x + u(y): both averages in one message.
     params, tracker = mix(context, (wide(context.params), tracker), like=(context.params, tracker))
-    tracker = plus(tracker, minus(gradient, context.state["gradient"]))
+    tracker = plus(tracker, minus(gradient, context.state.gradient))
     steps, inner = context.adapt(optax.tree.cast_like(tracker, context.gradients))
-    return StepResult(plus(params, steps), inner, {"tracker": tracker, "gradient": gradient})
+    return StepResult(plus(params, steps), inner, TrackerState(tracker, gradient))
 
 
 def _current_gradient(context: StepContext) -> Updates:
     """The local gradient; an inactive worker repeats its last one, so that the tracker does not change."""
-    last = context.state["gradient"]
+    last = context.state.gradient
     gradient = optax.tree.cast_like(context.gradients, last)
     return gradient if context.active is None else tree_where(context.active, gradient, last)
 
@@ -253,6 +279,9 @@ class MomentumState(NamedTuple):
 
     momentum: Updates
     method: State
+
+    model_fields = ("method",)
+    buffer_fields = ("momentum",)
 
 
 def _momentum_step(
@@ -328,16 +357,27 @@ def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: flo
     return Method(check_doubly_stochastic, _init_adam, step, entrywise=False)
 
 
-def _init_adam(params: PyTree, topology: Topology) -> dict[str, PyTree]:
-    # A count of its own: where models restart, as in rounds of local steps, so do the moments.
-    return {"first": zeros_like(params), "second": zeros_like(params), "count": jnp.zeros((), jnp.int32)}
+class MomentsState(NamedTuple):
+    """The state of `quasi_global_adam` of one worker: the moments `m̂` and `v̂`, and their count of steps."""
+
+    first: Updates
+    second: Updates
+    # A count of its own: where the moments are reset, so is their bias correction.
+    count: Int[Array, ""]
+
+    model_fields = ()
+    buffer_fields = ("first", "second", "count")
+
+
+def _init_adam(params: PyTree, topology: Topology) -> MomentsState:
+    return MomentsState(zeros_like(params), zeros_like(params), jnp.zeros((), jnp.int32))
 
 
 def _adam_step(b1: float | int, b2: float | int, eps: float | int, context: StepContext) -> StepResult:
     # m = β1 m̂ + (1 - β1) g,   v = β2 v̂ + (1 - β2) g²
     first, second = _update_moments(b1, b2, context.state, wide(context.gradients))
     # Bias corrections 1 - β^t.
-    count = next_count(context.state["count"])
+    count = next_count(context.state.count)
     t = count.astype(jnp.float32)
     corrections = [1 - jnp.asarray(beta, jnp.float32) ** t for beta in (b1, b2)]
 
@@ -353,9 +393,9 @@ def _adam_step(b1: float | int, b2: float | int, eps: float | int, context: Step
     norm = optax.tree.norm(change)
     change = jax.tree.map(lambda d: d / (norm + 1e-8).astype(d.dtype), change)
     first, second = _update_moments(b1, b2, context.state, change)
-    return StepResult(params, inner, {"first": first, "second": second, "count": count})
+    return StepResult(params, inner, MomentsState(first, second, count))
 
 
-def _update_moments(b1: float | int, b2: float | int, old: dict[str, PyTree], x: Updates) -> tuple[Updates, Updates]:
+def _update_moments(b1: float | int, b2: float | int, old: MomentsState, x: Updates) -> tuple[Updates, Updates]:
     """`β1 m̂ + (1 - β1) x` and `β2 v̂ + (1 - β2) x²`."""
-    return moving_average(old["first"], x, b1), moving_average(old["second"], jax.tree.map(jnp.square, x), b2)
+    return moving_average(old.first, x, b1), moving_average(old.second, jax.tree.map(jnp.square, x), b2)

@@ -57,6 +57,12 @@ class StepResult(NamedTuple):
 class Method(NamedTuple):
     """A method of decentralized training, for `gossip(method=)`.
 
+    A round of `local_steps` around `gossip` replaces the state by that of `init`. A state that is a NamedTuple may say
+    more: a class attribute `model_fields` names those of its fields that the round replaces instead of all, and
+    `buffer_fields` those that `buffers=` treats as momentum. Its method `weigh_drift(anchor, drift)` returns what the
+    worker contributes to the mean drift `a - mean(x)`, where its model `x = anchor - drift` is not all that it has of
+    the sum which mixing keeps.
+
     Attributes:
       prepare: `prepare(topology) -> topology`: the graph to communicate over. Raises `ValueError` for a graph on which
         the method cannot work.

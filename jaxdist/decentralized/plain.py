@@ -141,6 +141,19 @@ def sgp() -> Method:
     return Method(check_columns, _init_weight, _push)
 
 
+class PushSumState(NamedTuple):
+    """The state of `sgp` of one worker on a graph whose rows do not sum to 1: its push-sum weight `w`."""
+
+    weight: Float[Array, ""]
+
+    keeps_apart = "push-sum weights, by which the models count in their mean"
+
+    def weigh_drift(self, anchor: Updates, drift: Updates) -> Updates:
+        """`w a - x`, with the numerator `x = w z`, is `w (a - z)`; all `w` sum to the number of workers."""
+        del anchor
+        return _scale(drift, self.weight)
+
+
 def check_columns(topology: Topology) -> Topology:
     """Returns the topology, after a check that each worker divides its model into shares that sum to 1."""
     if any(np.max(abs(weights.sum(0) - 1)) > TOLERANCE for weights in matrices(topology)):
@@ -153,7 +166,7 @@ def check_columns(topology: Topology) -> Topology:
 
 def _init_weight(params: PyTree, topology: Topology) -> PyTree:
     # Rows that sum to 1 keep all weights at 1, so that there is nothing to store or send.
-    return () if is_doubly_stochastic(topology) else jnp.ones((), jnp.float32)
+    return () if is_doubly_stochastic(topology) else PushSumState(jnp.ones((), jnp.float32))
 
 
 def _push(context: StepContext) -> StepResult:
@@ -162,18 +175,35 @@ def _push(context: StepContext) -> StepResult:
         return _adapt_then_combine(1, context)
     steps, inner = context.adapt(context.gradients)
     # x = w z + u,  x <- P x,  w <- P w,  z = x / w
-    weight = context.state
-    x = plus(jax.tree.map(lambda z: z * weight.astype(z.dtype), wide(context.params)), steps)
+    weight = context.state.weight
+    x = plus(_scale(wide(context.params), weight), steps)
     x, weight = mix(context, (x, weight), like=(context.params, weight))
-    return StepResult(jax.tree.map(lambda x: x / weight.astype(x.dtype), x), inner, weight)
+    return StepResult(jax.tree.map(lambda x: x / weight.astype(x.dtype), x), inner, PushSumState(weight))
+
+
+def _scale(tree: PyTree, factor: Array) -> PyTree:
+    return jax.tree.map(lambda x: factor.astype(x.dtype) * x, tree)
 
 
 class OverlappedState(NamedTuple):
-    """The state of `osgp` of one worker: its push-sum weight, and the model and weight that it sends next."""
+    """The state of `osgp` of one worker: its push-sum weight, and the model and weight of which a share is under way.
+
+    `share` is `1 - P_ii`, that of `outgoing` and `outgoing_weight` which other workers will receive.
+    """
 
     weight: Float[Array, ""]
     outgoing: Updates
     outgoing_weight: Float[Array, ""]
+    share: Float[Array, ""]
+
+    keeps_apart = "push-sum weights, and messages that are under way"
+
+    def weigh_drift(self, anchor: Updates, drift: Updates) -> Updates:
+        """`w (a - z) + (1 - P_ii) (w' a - x')`: models and weights that are stored or under way keep their sums."""
+        under_way = jax.tree.map(
+            lambda a, x: self.outgoing_weight.astype(a.dtype) * a - x.astype(a.dtype), anchor, self.outgoing
+        )
+        return plus(_scale(drift, self.weight), _scale(under_way, self.share))
 
 
 @with_description
@@ -224,7 +254,7 @@ def osgp() -> Method:
 def _init_osgp(params: PyTree, topology: Topology) -> OverlappedState:
     del topology
     zero = jnp.zeros((), jnp.float32)
-    return OverlappedState(zero + 1, jax.tree.map(jnp.zeros_like, params), zero)
+    return OverlappedState(zero + 1, jax.tree.map(jnp.zeros_like, params), zero, zero)
 
 
 def _osgp_step(context: StepContext) -> StepResult:
@@ -239,13 +269,13 @@ def _osgp_step(context: StepContext) -> StepResult:
 
     steps, inner = context.adapt(context.gradients)
     # x = w z + u, of which P_ii stays; the rest is sent in the next step, as the wire rounds it.
-    x = plus(jax.tree.map(lambda z: z * state.weight.astype(z.dtype), wide(context.params)), steps)
+    x = plus(_scale(wide(context.params), state.weight), steps)
     outgoing = jax.tree.map(lambda x, p: x.astype(p.dtype).astype(x.dtype), x, context.params)
     leaves = _self_weight(context) - 1
     x = jax.tree.map(jnp.add, _add_scaled(x, outgoing, leaves), arrived[0])
     weight = state.weight + leaves * state.weight + arrived[1]
     params = jax.tree.map(lambda x: x / weight.astype(x.dtype), x)
-    return StepResult(params, inner, OverlappedState(weight, outgoing, state.weight))
+    return StepResult(params, inner, OverlappedState(weight, outgoing, state.weight, -leaves))
 
 
 def _self_weight(context: StepContext) -> Array:
@@ -284,8 +314,8 @@ def relay_sgd() -> Method:
     *On the wire*: one model for each neighbor.
 
     *State*: per-worker, the last message of each edge, in float32: as many models as the busiest worker has neighbors
-    (two in a path, three in a binary tree; a star has `W-1`, on all workers). All must start from one model, as
-    `init_state` and `place` make them.
+    (two in a path, three in a binary tree; a star has `W-1`, on all workers), and one number for each. All must start
+    from one model, as `init_state` and `place` make them.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -304,12 +334,44 @@ def relay_sgd() -> Method:
       Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
       Data", arXiv:2110.04175, 2021.
     """
-    return Method(_check_tree, _init_messages, _relay_step)
+    return Method(_check_tree, _init_relay, _relay_step)
 
 
-def _init_messages(params: PyTree, topology: Topology) -> list[PyTree]:
-    # The last message of each color: the mean of models that all are x_0.
-    return [params] * len(_colors(topology))
+class RelayState(NamedTuple):
+    """The state of `relay_sgd` of one worker.
+
+    The last message of each color, and the `shares` of the own model and of these messages in the model that all
+    workers would agree on if they took no more steps. They sum to the number of workers, over all of them.
+    """
+
+    messages: list[PyTree]
+    shares: Float[Array, " messages"]
+
+    keeps_apart = "messages that are under way to distant workers"
+
+    def weigh_drift(self, anchor: Updates, drift: Updates) -> Updates:
+        """`s_i (a - x_i) + Σ_j s_ji (a - m_ji)`: relaying keeps the sum over all workers."""
+        total = _scale(drift, self.shares[0])
+        for share, message in zip(self.shares[1:], self.messages, strict=True):
+            behind = jax.tree.map(lambda a, m: a - m.astype(a.dtype), anchor, message)
+            total = plus(total, _scale(behind, share))
+        return total
+
+
+def _init_relay(params: PyTree, topology: Topology) -> RelayState:
+    # The last message of each color: the mean of models that all are x_0. They have no share before the first step.
+    colors = len(_colors(topology))
+    return RelayState([params] * colors, jnp.zeros(1 + colors, jnp.float32).at[0].set(1))
+
+
+def _shares(colors: list["_Color"], workers: int) -> np.ndarray:
+    """Returns the shares `[W, 1 + colors]` of models and messages, the left eigenvector of relaying without steps.
+
+    With the `n_ji` workers behind a message, `s_i = 1` and `s_ji = n_ji (W - n_ji - 1) / W` up to a common factor.
+    """
+    behind = np.array([color.behind for color in colors], float).reshape(len(colors), workers).T
+    shares = np.concatenate([np.ones((workers, 1)), behind * (workers - behind - 1) / workers], axis=1)
+    return shares * workers / shares.sum()
 
 
 def _relay_step(context: StepContext) -> StepResult:
@@ -318,7 +380,7 @@ def _relay_step(context: StepContext) -> StepResult:
     own, structure = jax.tree.flatten(plus(context.params, steps))
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(context.params)]
     colors = _colors(context.topology)
-    last_messages = [jax.tree.leaves(message) for message in context.state]
+    last_messages = [jax.tree.leaves(message) for message in context.state.messages]
     # n_ji of each color, on this worker; 0 where it has no edge of that color.
     behind = [jnp.asarray(np.array(color.behind, np.float32))[comm.index] for color in colors]
     messages = []
@@ -332,7 +394,9 @@ def _relay_step(context: StepContext) -> StepResult:
         messages.append([jnp.where(behind[i] > 0, x.astype(leaf.dtype), leaf) for x, leaf in zip(received, own)])
     # x_i = (h_i + Σ_j n_ji m_ji) / W
     params = [x / workers for x in _sum_weighted(own, behind, messages)]
-    return StepResult(structure.unflatten(params), inner, [structure.unflatten(message) for message in messages])
+    shares = jnp.asarray(_shares(colors, workers), jnp.float32)[comm.index]
+    state = RelayState([structure.unflatten(message) for message in messages], shares)
+    return StepResult(structure.unflatten(params), inner, state)
 
 
 def _sum_weighted(own: list[Array], counts: list[Array], messages: list[list[Array]]) -> list[Array]:

@@ -36,6 +36,7 @@ from .state import (
     check_nested,
     check_step,
     copy_wide,
+    find_weigh_drift,
     has_models,
     inner_anchor,
     mark_inner,
@@ -120,9 +121,9 @@ def local_steps(
         over other, faster axes: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))`, or
         `jd.zero_redundancy(optax.adamw(1e-3), axis="chip")`; where parameters are `Sharded` over that axis, so are
         the anchor and the state of `outer`, and each worker sends its shard. It may also mix models: `gossip` on the
-        same axis, whose method starts again from the mean model after a round (push-sum weights of 1, new trackers and
-        estimates), or `local_steps` over a faster axis, whose last global parameters are what this one sends. Both need
-        a single fragment without delay, merging and warm-up.
+        same axis, whose round averages what its method would agree on (push-sum numerators, with messages under way)
+        and starts it again from the result, or `local_steps` over a faster axis, whose last global parameters are what
+        this one sends. Both need a single fragment without delay, merging and warm-up.
       outer: receives the drift as its gradient: `optax.sgd(1.0)` averages (Local SGD), `optax.sgd(0.7, momentum=0.9,
         nesterov=True)` is DiLoCo, `slow_momentum()` SlowMo. Do not clip or decay here.
       sync_period: `H`, or a schedule from the step to `H`. A longer one sends less, and workers drift further apart: 8
@@ -194,6 +195,7 @@ def _init(cfg: _Config, params: PyTree) -> State:
         check_nested(
             inner,
             params,
+            cfg.axis,
             fragments=several,
             delay=cfg.delay,
             merge_alpha=cfg.merge_alpha,
@@ -278,7 +280,8 @@ def _update(
             arrived = [(state.rounds[i] > 0) & (state.since[i] == cfg.delay) for i in range(cfg.fragments.number)]
             steps = _merge_arrived(cfg, arrived, state, params, steps)
         else:
-            state, steps, arrived = synchronize(state, params, steps, group)
+            weigh = find_weigh_drift(inner_state)
+            state, steps, arrived = synchronize(state, params, steps, group, weigh_drift=weigh)
         # "reset" starts from the models after the round: some optimizers keep a copy of the parameters.
         after: Any = optax.apply_updates(params, steps)  # pyright: ignore[reportArgumentType]
         inner_state = update_inner_buffers(cfg.buffers, comm, arrived[0], cfg.inner, inner_state, after)
@@ -288,7 +291,8 @@ def _update(
             state = state._replace(anchor=set_anchor(comm, warmed_up, state.anchor, params, steps))
         if nested:
             # All workers have one model now: push-sum weights return to 1, and anchors inside follow.
-            inner_state = restart_models(arrived[0], comm, inner_state, cfg.inner.init(state.anchor))
+            fresh = cfg.inner.init(state.anchor)
+            inner_state = restart_models(arrived[0], comm, inner_state, fresh, buffers=cfg.buffers)
     return steps, state._replace(
         inner=_vary_marked(comm, mark_inner(inner_state, cfg.axis)),
         sent=add_bytes(state.sent, comms.total_bytes(ledger)),
@@ -348,7 +352,7 @@ def _synchronize(
     params: PyTree,
     steps: Updates | None = None,
     group: Updates | None = None,
-    **has_extras: bool,
+    **options: Any,
 ) -> tuple[LocalStepsState, Updates | None, list[Flag]]:
     """Synchronizes the fragments that are due; returns the state, the updates, and a flag for each fragment."""
     labels, number = labels_of(cfg.fragments, state.anchor), cfg.fragments.number
@@ -357,7 +361,7 @@ def _synchronize(
     trees = [[None] * number if tree is None else split(tree, labels, number) for tree in (params, steps, group)]
     after = [
         synchronize_fragment(
-            comm, flag, cfg.reducer, cfg.outer, fragment, *part, merge_alpha=cfg.merge_alpha, **has_extras
+            comm, flag, cfg.reducer, cfg.outer, fragment, *part, merge_alpha=cfg.merge_alpha, **options
         )
         for flag, fragment, *part in zip(due, fragments, *trees, strict=True)
     ]

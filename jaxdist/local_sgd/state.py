@@ -23,7 +23,7 @@ from ..transforms.local_gradients import check_leaves, check_local
 from ..transforms.quantized_state import is_coded
 from ..wire.flat import gather_marked, split_marked
 from .fragments import merge, split
-from .synchronize import Fragment, cond_or_static, exact_mean
+from .synchronize import Fragment, WeighDrift, cond_or_static, exact_mean
 
 Buffers = Literal["maintain", "reset", "average"]
 
@@ -288,18 +288,71 @@ def inner_anchor(state: State) -> Updates | None:
     return None
 
 
-def restart_models(due: Flag, comm: Comm, state: State, fresh: State) -> State:
-    """Takes the models inside a state (anchors, push-sum weights, trackers, estimates) from `fresh`, if due."""
+def find_weigh_drift(state: State) -> WeighDrift | None:
+    """Returns what turns a drift into a worker's contribution to the mean, if the models inside do not count alike.
+
+    These are the numerators of push-sum and messages under way, whose sum over workers mixing keeps.
+    """
+    found = [part.weigh_drift for part in _method_parts(state) if hasattr(part, "weigh_drift")]
+    return found[0] if found else None
+
+
+def check_stays(state: State) -> None:
+    """Checks that a worker's model inside may be moved by itself, without the average of a round.
+
+    Raises:
+      ValueError: a method of gossip keeps a part of its models elsewhere.
+    """
+    for part in _method_parts(state):
+        if hasattr(part, "keeps_apart"):
+            raise ValueError(
+                "local_slow_momentum moves the model of each worker by itself, and the method of gossip inside keeps "
+                f"{part.keeps_apart}: use slowmo, whose round averages them, or a method without, such as d_psgd() "
+                "(sgp() has none on a graph whose rows sum to 1)"
+            )
+
+
+def _method_parts(state: State) -> list[Any]:
+    """The states of the methods of gossip inside, and of the methods inside these."""
+    parts, nodes = [], _find(state)
+    while nodes:
+        nodes = [
+            node.method.value if is_mark(node.method) else node.method for node in nodes if hasattr(node, "method")
+        ]
+        parts += nodes
+    return parts
+
+
+def restart_models(due: Flag, comm: Comm, state: State, fresh: State, *, buffers: Buffers) -> State:
+    """Takes the models inside a state (anchors, push-sum weights, estimates) from `fresh`, if due.
+
+    Of the state of a method of gossip that names its `model_fields`, these alone; its `buffer_fields` are treated as
+    `buffers` says, and what is neither stays.
+    """
 
     def restart_node(node: Any, new: Any) -> Any:
         if not keeps_models(node):
             return node
-        fields = {
-            name: tree_where(due, comm.varying(getattr(new, name)), getattr(node, name)) for name in node.model_fields
-        }
-        return node._replace(**fields, inner=restart_models(due, comm, node.inner, new.inner))
+        inner = restart_models(due, comm, node.inner, new.inner, buffers=buffers)
+        return _restart(due, comm, node, new, buffers)._replace(inner=inner)
 
     return _map_nodes(restart_node, state, fresh)
+
+
+def _restart(due: Flag, comm: Comm, old: Any, new: Any, buffers: Buffers) -> Any:
+    if is_mark(old):
+        return with_value(old, _restart(due, comm, old.value, new.value, buffers))
+    if not keeps_models(old):
+        return tree_where(due, comm.varying(new), old)
+    kept = getattr(type(old), "buffer_fields", ())
+    changed = {name: _restart(due, comm, getattr(old, name), getattr(new, name), buffers) for name in old.model_fields}
+    if buffers == "reset":
+        changed |= {name: tree_where(due, comm.varying(getattr(new, name)), getattr(old, name)) for name in kept}
+    elif buffers == "average" and kept:
+        own = {name: getattr(old, name) for name in kept}
+        average = partial(_average, jax.tree.map(lambda _: True, own))
+        changed |= cond_or_static(due, average, lambda comm, own: comm.varying(own), comm, own)
+    return old._replace(**changed)
 
 
 def update_inner_buffers(
@@ -310,13 +363,14 @@ def update_inner_buffers(
     return _close_nodes(state, update_buffers(mode, comm, due, opened, _open_nodes(state), params))
 
 
-def check_nested(state: State, params: PyTree, **options: Any) -> None:
+def check_nested(state: State, params: PyTree, axis: AxisNames, **options: Any) -> None:
     """Checks that a round may replace the models inside: all of a model at once, as soon as it has arrived.
 
     Raises:
       ValueError: an option of `local_steps` in `options` is set, or local steps inside keep the parameters they sent,
-        or several transformations inside have a part of the model each.
+        or several transformations inside have a part of the model each, or gossip inside has other workers.
     """
+    _check_gossip(state, axis)
     nodes = [node for node in _find(state) if isinstance(node, LocalStepsState)]
     for name, value in options.items():
         if value:
@@ -331,6 +385,32 @@ def check_nested(state: State, params: PyTree, **options: Any) -> None:
             "the local_steps inside have a part of the parameters, and those around synchronize all of them; give "
             "each part both: optax.partition({label: local_steps(local_steps(...), ...)}, ...)"
         )
+
+
+def _check_gossip(state: State, axis: AxisNames) -> None:
+    """Checks that a round of all workers, with all of each model, has what gossip inside keeps of the models."""
+    for node in _find(state):
+        if hasattr(node, "method") and _axis(node) != axis_tuple(axis):
+            raise ValueError(
+                f"gossip inside has axis={_axis(node)} and local_steps around it axis={axis!r}, so a round would leave "
+                "workers with different models, which it has no anchors for: give both the same axis, or average "
+                'inside with all_reduce: optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))'
+            )
+    masked = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, optax.MaskedState) or keeps_models(x))
+    for part in [part for node in masked if isinstance(node, optax.MaskedState) for part in _method_parts(node)]:
+        if hasattr(part, "weigh_drift"):
+            raise ValueError(
+                f"the gossip inside has a part of the parameters, and its method keeps {part.keeps_apart}, for this "
+                "part alone; give each part both: optax.partition({label: local_steps(gossip(...), ...)}, ...)"
+            )
+    inside = [node for node in _find(state) if isinstance(node, LocalStepsState)]
+    for part in [part for node in inside for part in _method_parts(node.inner)]:
+        if hasattr(part, "keeps_apart"):
+            raise ValueError(
+                f"a round of the local_steps outside may come between two of those inside, and loses what gossip keeps "
+                f"then: {part.keeps_apart}; use d_psgd(), choco or another method without, or gossip without the "
+                "local_steps around it"
+            )
 
 
 def _open_nodes(state: State) -> State:

@@ -20,6 +20,9 @@ from ..state.marks import Sharded, flatten_marks, is_mark, with_value
 from ..transforms.local_gradients import reduce_weighted
 from ..wire.flat import group_by_sharding, map_groups, select_leaves, whole_likes
 
+# `weigh_drift(anchor, anchor - params)`: the contribution of a worker to the mean drift.
+WeighDrift = Callable[[Updates, Updates], Updates]
+
 
 class Fragment(NamedTuple):
     """One fragment's part of a `LocalStepsState`; trees have its leaves, and `None` for those of the others.
@@ -50,16 +53,19 @@ def synchronize_fragment(
     merge_alpha: float | int,
     has_rate: bool,
     has_examples: bool,
+    weigh_drift: WeighDrift | None = None,
 ) -> tuple[Fragment, Updates | None]:
     """If due, takes the outer step `a += outer(reduce(a - p_w))` and restarts the counts.
 
     The model that is sent is `params` after `steps`, or that of its `group`; the updates that merge the new anchor are
     returned in place of `steps`. Without `steps` it is `params`, and the anchor will be merged later.
+    `weigh_drift(anchor, drift)` is what this worker contributes, where models do not count alike in their mean.
     """
     # Outer optimizer and reducer see one step a round: its rate is the mean over the inner steps.
     rate = fragment.rates / jnp.maximum(fragment.since, 1) if has_rate else None
     examples = fragment.examples if has_examples else None
-    take_step = partial(_outer_step, reducer, outer, {} if rate is None else {"learning_rate": rate}, examples)
+    extras = {} if rate is None else {"learning_rate": rate}
+    take_step = partial(_outer_step, reducer, outer, extras, examples, weigh_drift)
     before = fragment.anchor, fragment.outer, fragment.reducer
     if steps is None:
         after = cond_or_static(due, take_step, lambda comm, before, params: before, comm, before, params)
@@ -113,13 +119,17 @@ def _outer_step(
     outer: optax.GradientTransformationExtraArgs,
     extras: dict[str, Array],
     examples: Array | None,
+    weigh_drift: WeighDrift | None,
     comm: Comm,
     before: tuple[Updates, State, State],
     local: PyTree,
 ) -> tuple[Updates, State, State]:
     anchor, outer_state, reducer_state = before
     # The difference is averaged, in float32: a mean of bfloat16 parameters would lose small drifts.
-    drift = jax.tree.map(lambda a, p: comm.varying(round_like(a, p)) - p.astype(a.dtype), anchor, local)
+    start = jax.tree.map(lambda a, p: comm.varying(round_like(a, p)), anchor, local)
+    drift = jax.tree.map(lambda a, p: a - p.astype(a.dtype), start, local)
+    if weigh_drift is not None:
+        drift = weigh_drift(start, drift)
 
     def reduce(updates, state):
         passed = Extras(learning_rate=extras.get("learning_rate"), examples=examples)

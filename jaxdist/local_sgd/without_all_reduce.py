@@ -18,7 +18,7 @@ from ..transforms.common import inner_step, widen_updates
 from ..transforms.local_gradients import check_leaves, check_shards, with_extra_args
 from ..wire.flat import map_groups, permute
 from .fragments import SyncPeriod, check_period, period_at
-from .state import check_step, copy_wide
+from .state import check_stays, check_step, copy_wide
 from .synchronize import check_entrywise, end_round, parse_sync_override, round_like
 
 
@@ -51,7 +51,8 @@ def local_slow_momentum(
         Δ_i = a_i - x_i,   a_i += outer(Δ_i),   x_i = a_i
 
     Around `gossip` with `sgp()` and `slow_momentum()` this is SGP-SlowMo-noaverage. All of it is linear, so the
-    mean over workers follows SlowMo with the average; the distance between workers depends on `inner`.
+    mean over workers follows SlowMo with the average; the distance between workers depends on `inner`. That needs
+    models that count alike in their mean, so push-sum weights must stay 1: a graph whose rows sum to 1.
 
     *On the wire*: only what `inner` sends. *State*: per worker the anchor and the state of `outer`, in float32.
 
@@ -62,6 +63,10 @@ def local_slow_momentum(
       inner: a transformation of local gradients that mixes models: `gossip`.
       outer: receives the drift as its gradient: `slow_momentum()`.
       sync_period: `H`, or a schedule from the step to `H`; the paper has 48.
+
+    Raises:
+      ValueError: in `init`, gossip inside keeps a part of its models elsewhere: `sgp` on another graph, `osgp`,
+        `relay_sgd`, `ecd_psgd`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -87,11 +92,13 @@ def local_slow_momentum(
         check_shards(params, axis)
         anchor = copy_wide(params)
         check_entrywise(outer, anchor)
+        inner_state = inner.init(params)
+        check_stays(inner_state)
         return LocalSlowMomentumState(
             count=jnp.zeros((), jnp.int32),
             since=jnp.zeros((), jnp.int32),
             rates=jnp.zeros((), jnp.float32),
-            inner=inner.init(params),
+            inner=inner_state,
             anchor=bind(PerWorker(anchor), axis),
             outer=bind(PerWorker(outer.init(anchor)), axis),
         )

@@ -208,7 +208,7 @@ def test_tracking_keeps_the_mean_gradient():
     tx = jd.gossip(optax.sgd(0.1), graphs.one_peer_exponential(8), method=jd.decentralized.gradient_tracking())
     found, state = run(tx, a, b, np.zeros((8, 6)), steps=31)
     last = (a * (found[-2] - b)).mean(0)
-    np.testing.assert_allclose(np.asarray(state.method.value["tracker"]).mean(0), last, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(state.method.value.tracker).mean(0), last, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["adapt_then_combine", CTA])
@@ -287,7 +287,7 @@ def test_push_sum_finds_the_mean_on_any_directed_graph():
     tx = jd.gossip(optax.sgd(0.0), graph, method=jd.decentralized.sgp())
     found, state = run(tx, np.ones((6, 1)), np.zeros((6, 1)), start, steps=100)
     np.testing.assert_allclose(found[-1], 2.5, atol=1e-5)
-    weights = np.asarray(state.method.value)
+    weights = np.asarray(state.method.value.weight)
     assert weights.sum() == pytest.approx(6, abs=1e-4)
     assert np.ptp(weights) > 0.5  # so the models themselves are far from the mean
     with pytest.raises(ValueError, match="use method=sgp"):
@@ -346,5 +346,5 @@ def test_who_is_not_active_takes_no_step():
     np.testing.assert_allclose(found, silent, atol=1e-6)
     tracking = jd.gossip(optax.sgd(0.1), graphs.ring(4), method=jd.decentralized.gradient_tracking())
     _, state = run(tracking, a, b, np.zeros((4, 6)), steps=6, active=active)
-    assert not np.asarray(state.method.value["gradient"])[1].any()  # its last gradient is none at all
-    assert np.asarray(state.method.value["gradient"])[[0, 2, 3]].any()
+    assert not np.asarray(state.method.value.gradient)[1].any()  # its last gradient is none at all
+    assert np.asarray(state.method.value.gradient)[[0, 2, 3]].any()

@@ -106,6 +106,31 @@ def test_what_cannot_be():
         jd.distribute(make_step(tx), mesh)(jd.place(state, mesh), {"target": TARGETS.astype(np.float32)})
 
 
+DIRECTED = jd.topology.digraph(4, [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)])
+
+
+@pytest.mark.parametrize(
+    ("method", "graph", "keeps"),
+    [
+        (jd.decentralized.sgp(), DIRECTED, "push-sum weights"),
+        (jd.decentralized.osgp(), jd.topology.ring(4), "messages that are under way"),
+        (jd.decentralized.relay_sgd(), jd.topology.path(4), "messages that are under way"),
+        (jd.decentralized.ecd_psgd(jd.qsgd(8)), jd.topology.ring(4), "estimates"),
+        (
+            jd.decentralized.quasi_global_momentum(0.1, method=jd.decentralized.ecd_psgd(jd.qsgd(8))),
+            jd.topology.ring(4),
+            "estimates",
+        ),
+    ],
+    ids=["sgp", "osgp", "relay_sgd", "ecd_psgd", "momentum over ecd_psgd"],
+)
+def test_a_model_that_is_not_all_a_worker_has_is_refused(method, graph, keeps):
+    """Moved by itself it would count for more or less than its share, or not at all in the next step."""
+    tx = jd.gossip(optax.sgd(0.1), graph, method=method)
+    with pytest.raises(ValueError, match=f"keeps .*{keeps}.*use slowmo"):
+        jd.local_sgd.local_slow_momentum(tx, jd.local_sgd.slow_momentum(), sync_period=2).init(jnp.zeros(2))
+
+
 def test_narrow_steps_do_not_round_a_round():
     narrow = optax.stateless(lambda updates, _: optax.tree.cast(updates, jnp.bfloat16))
     tx = jd.local_sgd.local_slow_momentum(optax.chain(optax.sgd(0.1), narrow), optax.sgd(0.7), sync_period=2, axis=None)

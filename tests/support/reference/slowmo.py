@@ -37,13 +37,48 @@ def sgp_slowmo(g, start, matrices, rates, *, direction, period=None, beta=0.0, r
         else:
             x, weight = p @ x, p @ weight
         if period and (t + 1) % period == 0:
-            u = beta * u + (anchor - (x / weight).mean(0)) / rate
+            # The numerators and what is under way: all that the steps have changed.
+            u = beta * u + (anchor - (x + flying[0]).mean(0)) / rate
             anchor = anchor - rate * u
             x, weight = np.tile(anchor, (n, 1)), np.ones((n, 1))
-            # What is under way is dropped with the models that it belongs to.
+            # What was under way has arrived by the average.
             flying = np.zeros_like(x), np.zeros_like(weight)
             buffers = None if reset else buffers
         out.append(x / weight)
+    return np.array(out)
+
+
+def kept_through_rounds(method, g, x, matrix, rate, *, steps, period, buffers):
+    """A method whose models are averaged every `period` steps, and whose other state goes on, or as `buffers` says."""
+    zero = np.zeros_like(x)
+    c, y, old, m, v, count, out = zero, zero, zero, zero, zero, 0, []
+    for t in range(steps):
+        d = g(t, x)
+        if method == "d2":
+            half = x - rate * d - c
+            x = matrix @ half
+            c = c + half - x
+        elif method == "gradient_tracking":
+            y, old = matrix @ (y + d - old), d
+            x = matrix @ (x - rate * y)
+        elif method == "quasi_global_momentum":
+            new = matrix @ (x - rate * (0.9 * m + d))
+            m, x = 0.9 * m + 0.1 * (x - new) / rate, new
+        else:
+            count += 1
+            first, second = 0.9 * m + 0.1 * d, 0.99 * v + 0.01 * d**2
+            direction = first / (1 - 0.9**count) / (np.sqrt(second / (1 - 0.99**count)) + 1e-8)
+            change = x - matrix @ (x - rate * direction)
+            x = x - change
+            change = change / (np.linalg.norm(change, axis=1, keepdims=True) + 1e-8)
+            m, v = 0.9 * m + 0.1 * change, 0.99 * v + 0.01 * change**2
+        if (t + 1) % period == 0:
+            x = np.tile(x.mean(0), (len(x), 1))
+            if buffers == "reset":
+                c, m, v, count = zero, zero, zero, 0
+            elif buffers == "average":
+                c, m, v = (np.tile(each.mean(0), (len(x), 1)) for each in (c, m, v))
+        out.append(x)
     return np.array(out)
 
 
