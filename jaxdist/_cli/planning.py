@@ -23,8 +23,10 @@ from .training.one_worker import Offload, one_worker
 AXIS = "data"
 HOST = "pinned_host"
 TARGETS = (
-    "v5e:16x16, v5p:4x4x8, v6e:8x8 (TPU: generation and shape), h100:4x8, h200:2x8 (GPU: nodes and GPUs of a node)"
+    "v5e:16x16, v5p:4x4x8, v6e:8x8, tpu7x:4x4x4 (TPU: generation and shape), h100:4x8, h200:2x8 (GPU: nodes and GPUs "
+    "of a node)"
 )
+_SOLID = ("v5p", "tpu7x")  # whose torus has three dimensions
 _TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")
 _USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
 _UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
@@ -80,8 +82,7 @@ def check_target(target: str, num_slices: int = 1) -> str:
     """Returns the name of the chip in a target; raises ValueError if it is not spelled as in `TARGETS`."""
     found = re.fullmatch(r"(\w+):(\d+)x(\d+)(x\d+)?", target)
     name = found.group(1) if found else ""
-    # v5p has a three-dimensional torus.
-    if not found or name not in cost.CHIPS or bool(found.group(4)) != (name == "v5p"):
+    if not found or name not in cost.CHIPS or bool(found.group(4)) != (name in _SOLID):
         raise ValueError(f"unknown target {target!r}; there are {TARGETS}")
     if name in pods.GPUS and num_slices != 1:
         raise ValueError(f"--slices is for TPUs; for {target} give the number of nodes, as in {name}:8x8")

@@ -17,6 +17,8 @@ class Collective(NamedTuple):
         `"collective-permute"` or `"collective-broadcast"`.
       dtype: its NumPy name; one name per operand if the operands differ.
       bytes: the size of one worker's operands, for one execution.
+      padded_bytes: the size of their buffers, which the tiles of a TPU's layouts fill up: an int8 row `[1, n]` takes
+        `4 n` bytes there, of which collectives send all. Elsewhere, and as traced, it is `bytes`.
       group_size: the number of workers in a group (of a permutation: in the longest chain or cycle).
       replica_groups: the groups, as positions in the flattened mesh; `None` if the text does not say.
       pairs: `(source, target)` positions of a permutation.
@@ -30,6 +32,7 @@ class Collective(NamedTuple):
     kind: str
     dtype: str | tuple[str, ...]
     bytes: int
+    padded_bytes: int
     group_size: int
     replica_groups: tuple[tuple[int, ...], ...] | None
     pairs: tuple[tuple[int, int], ...]
@@ -37,6 +40,11 @@ class Collective(NamedTuple):
     messages: int
     wire_bytes: float
     where: str
+
+    @property
+    def padded_wire_bytes(self) -> float:
+        """`wire_bytes` with the padding of the buffers."""
+        return self.wire_bytes * self.padded_bytes / self.bytes if self.bytes else 0.0
 
 
 class Collectives(NamedTuple):
@@ -51,6 +59,11 @@ class Collectives(NamedTuple):
     ops: tuple[Collective, ...]
     wire_bytes: float
     warnings: tuple[str, ...]
+
+    @property
+    def padded_wire_bytes(self) -> float:
+        """`wire_bytes` with the padding of the buffers, see `Collective.padded_bytes`."""
+        return float(sum(op.padded_wire_bytes for op in self.ops))
 
 
 def dtype_name(op: Collective) -> str:
@@ -72,12 +85,13 @@ def make_collective(
     kind: str,
     operands: Sequence[tuple[str, int]],
     *,
+    padded: int | None = None,
     groups: tuple[tuple[int, ...], ...] | None = None,
     pairs: tuple[tuple[int, int], ...] = (),
     devices: int,
     where: str,
 ) -> Collective:
-    """Makes the record of one execution of a collective from its operands' dtypes and bytes."""
+    """Makes the record of one execution of a collective from its operands' dtypes and bytes, and the buffers' bytes."""
     dtypes = tuple(dtype for dtype, _ in operands)
     size = sum(nbytes for _, nbytes in operands)
     # The operands of a tuple all-to-all are the chunks for the different workers: one exchange.
@@ -94,6 +108,7 @@ def make_collective(
         kind=kind,
         dtype=dtypes[0] if len(set(dtypes)) == 1 else dtypes,
         bytes=size,
+        padded_bytes=size if padded is None else padded,
         group_size=max(map(len, groups)) if groups else devices,
         replica_groups=groups,
         pairs=pairs,
@@ -137,22 +152,24 @@ def repeat(ops: Sequence[Collective], times: int) -> list[Collective]:
     ]
 
 
-def choose_branch(
-    branches: Sequence[list[Collective]], branch: str, where: str, warnings: list[str]
+def cost_of(ops: Sequence[Collective]) -> tuple[float, int]:
+    """Returns what branches are compared by: bytes, and of those that send equally many, messages."""
+    return sum((op.wire_bytes for op in ops), 0.0), sum(op.messages for op in ops)
+
+
+def take_branch(
+    branches: Sequence[list[Collective]], taken: int, branch: str, where: str, warnings: list[str]
 ) -> list[Collective]:
-    """Returns the collectives of the branch that `branch` selects, and adds a warning if the branches differ."""
+    """Returns the collectives of one branch, or of `"all"`, and adds a warning if the branches differ."""
     if branch == "all":
         return [op for ops in branches for op in ops]
-
-    def cost(ops: list[Collective]) -> tuple[float, int]:
-        return sum((op.wire_bytes for op in ops), 0.0), sum(op.messages for op in ops)
-
-    # By bytes, and branches that send equally many by messages.
-    ranked = sorted(branches, key=cost)
-    if cost(ranked[0]) != cost(ranked[-1]):
-        sizes = ", ".join(f"{cost(ops)[0]:.0f}" for ops in branches)
-        warnings.append(f"the branches of {where} send {sizes} bytes each time; counted the {branch}imum")
-    return ranked[-1] if branch == "max" else ranked[0]
+    costs = [cost_of(ops) for ops in branches]
+    if len(set(costs)) > 1:
+        sizes = ", ".join(f"{size:.0f}" for size, _ in costs)
+        is_extreme = costs[taken] == (max if branch == "max" else min)(costs)
+        counted = f"the {branch}imum" if is_extreme else f"{costs[taken][0]:.0f}, for the {branch}imum of the step"
+        warnings.append(f"the branches of {where} send {sizes} bytes each time; counted {counted}")
+    return branches[taken]
 
 
 def check_branch(branch: str) -> None:
@@ -210,6 +227,8 @@ def upcast_collectives(logical: Collectives, compiled: Collectives, *, tolerance
 def table(found: Collectives) -> str:
     """Formats collectives as a table for a terminal; equal operations share a row.
 
+    A program whose buffers are padded, as they are on TPU, has two more columns.
+
     Examples:
       >>> import jax
       >>> from jaxdist.analysis.collectives import logical_collectives
@@ -222,14 +241,18 @@ def table(found: Collectives) -> str:
       one worker sends                                                   8,192
     """
     # Unrolled layers repeat the same collective many times: one row for all of them.
-    merged: dict[tuple[str, str, int, int], list[Collective]] = defaultdict(list)
+    merged: dict[tuple[str, str, int, int, int], list[Collective]] = defaultdict(list)
     for op in found.ops:
-        merged[op.kind, dtype_name(op), op.group_size, op.bytes].append(op)
-    rows = [("kind", "dtype", "workers", "times", "messages", "bytes", "wire bytes")]
-    for (kind, dtype, workers, size), ops in merged.items():
+        merged[op.kind, dtype_name(op), op.group_size, op.bytes, op.padded_bytes].append(op)
+    is_padded = any(op.padded_bytes != op.bytes for op in found.ops)
+    rows = [["kind", "dtype", "workers", "times", "messages", "bytes", "wire bytes"]]
+    rows[0] += ["padded", "wire padded"] if is_padded else []
+    for (kind, dtype, workers, size, padded), ops in merged.items():
         times, messages = sum(op.count for op in ops), sum(op.messages for op in ops)
-        rows.append((kind, dtype, str(workers), str(times), str(messages), f"{size:,}", f"{_wire(ops):,.0f}"))
-    rows.append(("one worker sends", "", "", "", "", "", f"{found.wire_bytes:,.0f}"))
+        rows.append([kind, dtype, str(workers), str(times), str(messages), f"{size:,}", f"{_wire(ops):,.0f}"])
+        rows[-1] += [f"{padded:,}", f"{sum(op.padded_wire_bytes for op in ops):,.0f}"] if is_padded else []
+    rows.append(["one worker sends", *[""] * 5, f"{found.wire_bytes:,.0f}"])
+    rows[-1] += ["", f"{found.padded_wire_bytes:,.0f}"] if is_padded else []
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
         "  ".join(

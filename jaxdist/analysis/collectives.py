@@ -10,13 +10,23 @@ import jax
 
 from .._core.compat import ClosedJaxpr
 from .._core.jaxprs import inner_jaxprs
-from .base import Collective, Collectives, check_branch, choose_branch, make_collective, mesh_groups, repeat, summarize
+from .base import (
+    Collective,
+    Collectives,
+    check_branch,
+    cost_of,
+    make_collective,
+    mesh_groups,
+    repeat,
+    summarize,
+    take_branch,
+)
+from .branches import BRANCHES_OF, choose_in_computation, choose_in_jaxpr
 from .hlo_reader import (
     Computation,
     Instruction,
     Module,
     Program,
-    arrays,
     between_slices,
     bits_of,
     callees_of,
@@ -24,6 +34,7 @@ from .hlo_reader import (
     parse,
     program_text,
     replica_groups,
+    shapes,
 )
 from .hlo_work import trip_count
 
@@ -36,8 +47,6 @@ _KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# The attributes that name the computations of a conditional.
-BRANCHES_OF = ("branch_computations", "true_computation", "false_computation")
 CALLERS = ("async", "call", "custom-call", "fusion", "map")
 # Primitives under their names in JAX 0.10 to 0.12; a suffix `_start` is stripped first.
 _PRIMITIVES = {
@@ -69,14 +78,20 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
     operations, and adds those that automatic sharding needs. `logical_collectives` counts the operations as written
     instead; `upcast_collectives` compares the two.
 
+    On TPU the tiles of a layout pad a buffer, and collectives send it as it is: `padded_bytes` and `padded_wire_bytes`
+    count it, `bytes` and `wire_bytes` its entries alone.
+
     `wire_bytes` assumes ring algorithms: with `n` workers in a group and `b` bytes of operand, each worker sends
     `2b(n-1)/n` for an all-reduce, `b(n-1)` for an all-gather, `b(n-1)/n` for reduce-scatter, all-to-all and
     broadcast, and `b` for a permutation (times the fraction of workers that send at all).
 
     Args:
       program: a compiled program, its HLO text, or a lowered one (`step.lower(state, batch)`), which is compiled.
-      branch: which branch of a conditional counts: the one that sends `"max"` (the worst step, the default), `"min"` (a
-        step of local SGD that does not synchronize), or `"all"` (both; to see every operation of a program).
+      branch: which branches of conditionals count: those of the step that sends `"max"` (the worst, the default) or
+        `"min"` (a step of local SGD that does not synchronize), or `"all"` (to see every operation of a program).
+        Branches whose conditions exclude each other, as far as the program shows it, are not counted together.
+        Conditions on different counters, such as those of the fragments of a model, exclude nothing: `"max"` is then an
+        upper bound, and `transforms.stats` has the bytes that were sent.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -97,6 +112,15 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
         inside = module.computations.get(name, Computation({}, "")).instructions.values()
         return [op for instruction in inside for op in visit(name, instruction)]
 
+    @functools.cache
+    def choose(name: str) -> dict[str, int]:
+        costs = {
+            instruction.name: [cost_of(walk(callee)) for callee in callees_of(instruction, *BRANCHES_OF)]
+            for instruction in module.computations[name].instructions.values()
+            if instruction.opcode == "conditional"
+        }
+        return choose_in_computation(module, name, costs, branch)
+
     def walk_called(instruction: Instruction, *keys: str) -> list[Collective]:
         return [op for callee in callees_of(instruction, *keys) for op in walk(callee)]
 
@@ -113,7 +137,8 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
             return repeat(inside, times) + repeat(tested, times + 1)  # the test that ends the loop runs too
         if instruction.opcode == "conditional":
             branches = [walk(callee) for callee in callees_of(instruction, *BRANCHES_OF)]
-            return choose_branch(branches, branch, f"{instruction.name} in {name}", warnings)
+            where = f"{instruction.name} in {name}"
+            return take_branch(branches, choose(name)[instruction.name], branch, where, warnings)
         if instruction.opcode.removesuffix("-start") in CALLERS:
             return walk_called(instruction, "calls", "to_apply", "called_computations")
         return []
@@ -134,20 +159,21 @@ def record(module: Module, name: str, instruction: Instruction, warnings: list[s
     """Makes the record of one execution of a collective in the computation `name`."""
     symbols, kind = module.computations[name].instructions, kind_of(instruction) or ""
     # The type of a result may be wider than what is sent: bytes are those of the operands.
-    operands = [array for operand in instruction.operands for array in arrays(symbols[operand].result)]
+    operands = [shape for operand in instruction.operands for shape in shapes(symbols[operand].result)]
     if kind == "ragged-all-to-all":
         # The others are the sizes and offsets of rows, and the array to write into.
         operands = operands[:1]
         warnings.append(f"{instruction.name} in {name} sends data-dependent numbers of rows; counted all rows")
     if instruction.opcode == "send":
         operands = operands[:1]  # the second operand is a token
-        if between := between_slices(instruction, module.devices):
-            ends = {"groups": between.groups, "pairs": between.pairs}
-            return make_collective(kind, operands, **ends, devices=between.slices * module.devices, where=name)
+    padded = sum(shape.padded_nbytes for shape in operands)
+    make = functools.partial(make_collective, kind, [shape.named for shape in operands], padded=padded, where=name)
+    if between := between_slices(instruction, module.devices):
+        return make(groups=between.groups, pairs=between.pairs, devices=between.slices * module.devices)
     groups = None if kind == "collective-permute" else replica_groups(instruction.attributes, module.devices)
     if groups is None and re.search(r"\breplica_groups=", instruction.attributes):
         warnings.append(f"the groups of {instruction.name} in {name} cannot be read; counted as one group")
-    return make_collective(kind, operands, groups=groups, pairs=pairs(instruction), devices=module.devices, where=name)
+    return make(groups=groups, pairs=pairs(instruction), devices=module.devices)
 
 
 def chains(module: Module) -> set[str | None]:
@@ -214,20 +240,29 @@ def logical_collectives(
     warnings: list[str] = []
 
     def walk(closed: ClosedJaxpr, sizes: dict[str, int], where: str) -> list[Collective]:
-        return [op for equation in closed.jaxpr.eqns for op in visit(equation, sizes, where)]
+        branches = {
+            i: [walk(part, sizes, _path(equation, where)) for part in equation.params["branches"]]
+            for i, equation in enumerate(closed.jaxpr.eqns)
+            if equation.primitive.name == "cond" and not (platform and equation.params.get("branches_platforms"))
+        }
+        costs = {i: [cost_of(ops) for ops in parts] for i, parts in branches.items()}
+        taken = choose_in_jaxpr(closed, costs, branch)
+        found = []
+        for i, equation in enumerate(closed.jaxpr.eqns):
+            if i in branches:
+                found += take_branch(branches[i], taken[i], branch, _path(equation, where), warnings)
+            else:
+                found += visit(equation, sizes, where)
+        return found
 
     def visit(equation: Any, sizes: dict[str, int], where: str) -> list[Collective]:
         name, params = equation.primitive.name, equation.params
         kind = _PRIMITIVES.get(name.removesuffix("_start"))
         if kind:
             return _record_equation(kind, equation, sizes, where, warnings)
-        inside = "/".join(filter(None, (where, params["name"] if name in ("jit", "pjit") else name)))
-        if name == "cond":
-            branches = params["branches"]
-            platforms = params.get("branches_platforms")
-            if platforms and platform:
-                return walk(branches[_branch_of(platforms, platform)], sizes, inside)
-            return choose_branch([walk(part, sizes, inside) for part in branches], branch, inside, warnings)
+        inside = _path(equation, where)
+        if name == "cond" and platform:
+            return walk(params["branches"][_branch_of(params["branches_platforms"], platform)], sizes, inside)
         if name == "while":
             found = walk(params["cond_jaxpr"], sizes, inside) + walk(params["body_jaxpr"], sizes, inside)
             if found:
@@ -240,6 +275,11 @@ def logical_collectives(
         return repeat(found, params["length"]) if name == "scan" else found
 
     return summarize(walk(closed, sizes, ""), warnings)
+
+
+def _path(equation: Any, where: str) -> str:
+    name = equation.primitive.name
+    return "/".join(filter(None, (where, equation.params["name"] if name in ("jit", "pjit") else name)))
 
 
 def _record_equation(

@@ -79,10 +79,11 @@ class Crossing(NamedTuple):
 
 _T, _G = 1e12, 1e9
 
-# TPU: peak in bfloat16, which float32 products use too by default; memory and its bandwidth as on the pages v5e, v5p
-# and v6e below https://cloud.google.com/tpu/docs/. The compiler refuses v5e programs of more than 15.75 GiB. The host's
-# link is a share of PCIe, 16 lanes of generation 3 or more: 15 GB/s ("How To Scale Your Model",
-# jax-ml.github.io/scaling-book/tpus, 2025), twice that on v6e (generation 5).
+# TPU: peak in bfloat16, which float32 products use too by default; memory and its bandwidth as on the pages v5e, v5p,
+# v6e and tpu7x below https://cloud.google.com/tpu/docs/. The compiler refuses v5e programs of more than 15.75 GiB, and
+# those of more than 94.74 GiB on TPU7x, where a device is one of the two halves of a chip: half of what the page says,
+# with no figure for int8. The host's link is a share of PCIe, 16 lanes of generation 3 or more: 15 GB/s ("How To Scale
+# Your Model", jax-ml.github.io/scaling-book/tpus, 2025), twice that from v6e on (generation 5).
 # GPU: "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200 Tensor Core GPU" data sheets, SXM, without sparsity; float32 is
 # TF32, as JAX multiplies by default; PCIe generation 5 has 64 GB/s one way. What programs reach was measured on an H100
 # (benchmarks/reports/2026-11-accelerators); an H200 is the same processor with faster memory.
@@ -92,16 +93,21 @@ CHIPS = {
     "v5e": Chip("v5e", {"int8": 393 * _T, "other": 197 * _T}, 15.75 * 2**30, 819 * _G, 15 * _G),
     "v5p": Chip("v5p", {"int8": 918 * _T, "other": 459 * _T}, 95 * 2**30, 2765 * _G, 15 * _G),
     "v6e": Chip("v6e", {"int8": 1836 * _T, "other": 918 * _T}, 31.25 * 2**30, 1638 * _G, 30 * _G),
+    "tpu7x": Chip("tpu7x", {"float8": 2307 * _T, "other": 1153.5 * _T}, 94.74 * 2**30, 3690 * _G, 30 * _G),
     "h100": Chip("h100", _HOPPER | {"float64": 67 * _T}, 84_942_979_072, 3352 * _G, 64 * _G, **_REACHED),
     "h200": Chip("h200", _HOPPER | {"float64": 67 * _T}, 151_397_597_184, 4800 * _G, 64 * _G, **_REACHED),
 }
 
-# ICI: the pages above give the sum over ports and both directions, 400 GB/s on v5e (4 ports), 1200 on v5p (6) and 800
-# on v6e (4): 50, 100 and 100 GB/s for one port and direction, and a ring along one axis sends in both directions. About
-# 1 microsecond a hop ("How To Scale Your Model"). Between slices, one chip's share of its host's network cards: 2 x 100
-# Gb/s for 8 chips of v5e, 50 Gb/s a chip on v5p, 4 x 200 Gb/s for 8 chips of v6e.
-_ICI = {"v5e": 100 * _G, "v5p": 200 * _G, "v6e": 200 * _G}
-_DCN = {"v5e": 3.125 * _G, "v5p": 6.25 * _G, "v6e": 12.5 * _G}
+# ICI: the pages above give the sum over ports and both directions, 400 GB/s on v5e (4 ports), 1200 on v5p and TPU7x (6)
+# and 800 on v6e (4): 50, 100 and 100 GB/s for one port and direction, and a ring along one axis sends in both
+# directions. The two devices of a TPU7x chip share its ports. About 1 microsecond a hop ("How To Scale Your Model").
+# Between slices, one device's share of its host's network cards: 2 x 100 Gb/s for 8 chips of v5e, 50 Gb/s a chip on
+# v5p, 4 x 200 Gb/s for 8 chips of v6e, 100 Gb/s a chip of TPU7x.
+_ICI = {"v5e": 100 * _G, "v5p": 200 * _G, "v6e": 200 * _G, "tpu7x": 100 * _G}
+_DCN = {"v5e": 3.125 * _G, "v5p": 6.25 * _G, "v6e": 12.5 * _G, "tpu7x": 6.25 * _G}
+# Between the devices of a chip, where it has two: "six times faster than a 1D ICI link" (the page tpu7x), which is a
+# port. Its latency is not published; a hop of ICI is an upper bound.
+_WITHIN_CHIP = {"tpu7x": Link("chip", 1e-6, 600 * _G)}
 _DCN_LATENCY = 10e-6  # across a data center's switches; less than the transfer time of messages over 100 kB
 # NVLink 4: 900 GB/s both ways (data sheets above). Network: one ConnectX-7 of 400 Gb/s for each GPU (NVIDIA DGX H100
 # data sheet). Latencies: a hop of NCCL's rings in its LL128 protocol, `hwLat` of src/graph/tuning.cc: 1.9 and 4 us.
@@ -109,9 +115,10 @@ NVLINK, NETWORK = Link("NVLink", 1.9e-6, 450 * _G), Link("network", 4.0e-6, 50 *
 
 
 def tpu_links(chip: str, *, slices: bool = False) -> tuple[Link, ...]:
-    """Returns the links of a TPU: three axes of ICI, and a data center's network between slices."""
+    """Returns the links of a TPU: a data center's network between slices, three axes of ICI, and TPU7x's in a chip."""
     ici = Link("ICI", 1e-6, _ICI[chip])
-    return (Link("DCN", _DCN_LATENCY, _DCN[chip]), ici, ici, ici) if slices else (ici, ici, ici)
+    within = (_WITHIN_CHIP[chip],) if chip in _WITHIN_CHIP else ()
+    return ((Link("DCN", _DCN_LATENCY, _DCN[chip]),) if slices else ()) + (ici, ici, ici) + within
 
 
 def cluster(chip: Chip | str, shape: Mapping[Link, int] | Sequence[tuple[Link, int]]) -> Cluster:
@@ -146,10 +153,14 @@ def of_mesh(chip: str, mesh: Mesh) -> Cluster:
     known = _chip(chip)
     devices = list(mesh.devices.flat)
     if chip in _ICI:
-        # ICI coordinates within a slice; between slices, the number of the slice comes first.
+        # ICI coordinates within a slice. Between slices, the number of the slice comes first; within a chip of several
+        # devices, their number last.
         slices = [getattr(device, "slice_index", None) or 0 for device in devices]
         several = len(set(slices)) > 1
-        places = [(*([part] if several else []), *device.coords) for part, device in zip(slices, devices)]
+        places = [
+            (*([part] if several else []), *device.coords, *([device.core_on_chip] if chip in _WITHIN_CHIP else []))
+            for part, device in zip(slices, devices)
+        ]
         return Cluster(known, tpu_links(chip, slices=several), tuple(tuple(map(int, p)) for p in places))
     # A node is a process: the id of its first device numbers the others.
     first = {device.process_index: device.id for device in sorted(devices, key=lambda device: -device.id)}

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ _INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*(\S.*)$")
 _OPCODE = re.compile(r"([\w\-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=?]*)\](\{[^}]*\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
+_TILES = re.compile(r"T((?:\([\d,*]+\))+)")
 _EXPLICIT = re.compile(r"\{((?:\{[\d,\s]*\}[,\s]*)+)\}")
 _IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
@@ -63,16 +65,30 @@ class Module(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """One array of a type; `space` is XLA's number of its memory."""
+    """One array of a type; `space` is XLA's number of its memory, `stored` the dimensions of its buffer."""
 
     dtype: str
     dimensions: tuple[int, ...]
     space: int
+    stored: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
         """The size of the array."""
-        return -(-math.prod(self.dimensions) * bits_of(self.dtype) // 8)
+        return self._bytes_of(self.dimensions)
+
+    @property
+    def named(self) -> tuple[str, int]:
+        """Dtype, by its NumPy name, and size."""
+        return _numpy_name(self.dtype), self.nbytes
+
+    @property
+    def padded_nbytes(self) -> int:
+        """The size of its buffer, which the tiles of its layout fill up."""
+        return self._bytes_of(self.stored)
+
+    def _bytes_of(self, dimensions: Sequence[int]) -> int:
+        return -(-math.prod(dimensions) * bits_of(self.dtype) // 8)
 
 
 class Between(NamedTuple):
@@ -163,13 +179,41 @@ def shapes(result: str) -> list[Shape]:
         if dtype not in ("token", "opaque"):
             sizes = tuple(int(size.strip("<=?") or 1) for size in dimensions.split(",") if size)
             space = _SPACE.search(layout)
-            found.append(Shape(dtype, sizes, int(space.group(1)) if space else 0))
+            stored = _tiled(sizes, layout)
+            found.append(Shape(dtype, sizes, int(space.group(1)) if space else 0, stored))
     return found
+
+
+def _tiled(sizes: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Returns the dimensions of the buffer of an array: tiles of tiles, as in `{1,0:T(8,128)(2,1)}`.
+
+    A tile of `r` dimensions cuts the `r` minor ones of what it is applied to, each rounded up, and adds its own.
+    """
+    tiles = _TILES.search(layout)
+    if tiles is None:
+        return sizes
+    order = _integers(layout.partition(":")[0])
+    # Major first; the layout names the minor ones first.
+    stored = [sizes[dimension] for dimension in reversed(order)]
+    for tile in re.findall(r"\(([\d,*]+)\)", tiles[1]):
+        # A star merges a dimension with the next one.
+        lengths = tile.split(",")
+        stored = [1] * (len(lengths) - len(stored)) + stored
+        kept, cut = stored[: len(stored) - len(lengths)], stored[len(stored) - len(lengths) :]
+        merged, inner = 1, []
+        for size, length in zip(cut, lengths, strict=True):
+            merged *= size
+            if length != "*":
+                kept.append(-(-merged // int(length)))
+                inner.append(int(length))
+                merged = 1
+        stored = kept + inner
+    return tuple(stored)
 
 
 def arrays(result: str) -> list[tuple[str, int]]:
     """Returns dtype (by NumPy name) and bytes of every array in the text of a type."""
-    return [(_numpy_name(shape.dtype), shape.nbytes) for shape in shapes(result)]
+    return [shape.named for shape in shapes(result)]
 
 
 def bits_of(dtype: str) -> int:

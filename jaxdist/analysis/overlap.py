@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .base import Collective, check_branch, repeat
-from .collectives import BRANCHES_OF, CALLERS, calls_target, chain_of, chains, is_continuation, kind_of, record
+from .branches import BRANCHES_OF, choose_in_computation
+from .collectives import CALLERS, calls_target, chain_of, chains, is_continuation, kind_of, record
 from .cost import Cluster, compute_seconds, crossings, seconds
 from .hlo_reader import (
     Computation,
@@ -108,7 +109,7 @@ def overlap(program: Program, cluster: Cluster | None = None, *, branch: str = "
     Args:
       program: a compiled or lowered program, or the text of a scheduled one (`compiled.as_text()`).
       cluster: the devices and their links, from `cost.of_mesh` or `cost.cluster`.
-      branch: the branch of a conditional that is followed, the one that sends `"max"` or `"min"`.
+      branch: the branches of conditionals that are followed, those of the step that sends `"max"` or `"min"`.
 
     Examples:
       >>> from jaxdist import analysis
@@ -196,6 +197,7 @@ class _Walker:
         self.pending: dict[str, _Pending] = {}  # by computation and key
         self.timed: dict[tuple[str, str], Overlapped] = {}  # by computation and instruction
         self.branch_bytes: dict[str, float] = {}
+        self.branches: dict[str, dict[str, int]] = {}  # that are followed, by computation and conditional
         self.spans: list[Span] = []
         self.warnings: list[str] = []
 
@@ -288,15 +290,20 @@ class _Walker:
             self.on_compute(name, instruction)
 
     def on_conditional(self, name: str, instruction: Instruction, times: int) -> None:
-        """Follows the branch that sends most, or least."""
+        """Follows the branch of the step that sends most, or least."""
         callees = callees_of(instruction, *BRANCHES_OF)
-        ranked = sorted(callees, key=self.bytes_of_branch)
-        least, most = ranked[0], ranked[-1]
-        if self.bytes_of_branch(least) != self.bytes_of_branch(most):
+        if len(set(map(self.bytes_of_branch, callees))) > 1:
             self.warnings.append(
                 f"the branches of {instruction.name} in {name} send different bytes; followed the {self.branch}imum"
             )
-        self.run(least if self.branch == "min" else most, times)
+        if name not in self.branches:
+            costs = {
+                conditional.name: [(self.bytes_of_branch(x),) for x in callees_of(conditional, *BRANCHES_OF)]
+                for conditional in self.module.computations[name].instructions.values()
+                if conditional.opcode == "conditional"
+            }
+            self.branches[name] = choose_in_computation(self.module, name, costs, self.branch)
+        self.run(callees[self.branches[name][instruction.name]], times)
 
     def on_while(self, name: str, instruction: Instruction, times: int) -> None:
         """Simulates the first and the second iteration of a loop; all later ones repeat the second."""

@@ -33,13 +33,13 @@ class Plan(NamedTuple):
 
 
 def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int = 1) -> Mesh:
-    """Makes a mesh of TPU chips that are not attached: steps can be compiled for it, but not run.
+    """Makes a mesh of TPU devices that are not attached: steps can be compiled for it, but not run.
 
     It needs `libtpu` (`pip install 'jaxdist[tpu-plan]'`), which works on machines without a TPU.
 
     Args:
-      topology: generation and shape, such as `"v5e:4x4"` (16 chips of 16 GiB), `"v5p:2x2x4"` or `"v6e:16x16"`. A v5p
-        chip counts as one device.
+      topology: generation and shape in chips, such as `"v5e:4x4"` (16 chips of 16 GiB), `"v5p:2x2x4"`, `"v6e:16x16"` or
+        `"tpu7x:2x2x1"`. A v5p chip counts as one device, a TPU7x chip as two, which are neighbors in the mesh.
       axes: the number of devices along each axis, slow links first; by default all along `"data"`, or, of several
         slices, `"slice"` and `"data"`.
       num_slices: the number of such slices, with a data center's network between them. The first axes then span the
@@ -50,10 +50,10 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int
       >>> pods.tpu("v5e:2x2").size  # doctest: +SKIP
       4
     """
-    if not re.fullmatch(r"v\w+:\d+x\d+(x\d+)?", topology) or num_slices < 1:
+    if not re.fullmatch(r"(v|tpu)\w+:\d+x\d+(x\d+)?", topology) or num_slices < 1:
         raise ValueError(
-            f"cannot describe the TPU topology {topology!r} (num_slices={num_slices}): it must be like 'v5e:4x4' or "
-            "'v5p:2x2x4', of at least one slice"
+            f"cannot describe the TPU topology {topology!r} (num_slices={num_slices}): it must be like 'v5e:4x4', "
+            "'v5p:2x2x4' or 'tpu7x:2x2x1', of at least one slice"
         )
     _check_installed(("libtpu",), "tpu-plan", topology)
     # Else libtpu asks the metadata server of a cloud machine that this is not.

@@ -232,3 +232,46 @@ def test_narrow_and_unusual_types_have_their_numpy_names_and_bits():
         ("complex64", 16),
         ("bfloat16", 16),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "padded"),
+    [
+        ("bf16[3,3,64,64]{3,2,1,0:T(8,128)(2,1)}", 3 * 3 * 64 * 128 * 2),
+        ("s8[1,65536]{1,0:T(4,128)(4,1)}", 4 * 65536),
+        ("s8[65536]{0:T(1024)(128)(4,1)S(1)}", 65536),
+        ("f32[]{:T(128)}", 512),
+        ("f32[1000]{0:T(1024)}", 4096),
+        ("f32[9,130]{0,1:T(8,128)}", 4 * 136 * 128),  # the first dimension is the minor one
+        ("f32[2,3,100]{2,1,0:T(*,128)}", 4 * 2 * 3 * 128),
+        ("f32[2,3,100]{2,1,0:T(4,*,128)}", 4 * 4 * 3 * 128),
+        ("f32[9,130]{1,0}", 4 * 9 * 130),
+        ("f32[0,130]{1,0:T(8,128)}", 0),
+    ],
+)
+def test_the_tiles_of_a_layout_pad_the_buffer(text, padded):
+    (shape,) = hlo_reader.shapes(text)
+    assert shape.padded_nbytes == padded
+
+
+def test_padding_is_counted_beside_the_entries():
+    """A row of bytes fills one of four rows of a tile, and collectives send them all."""
+    text = textwrap.dedent("""\
+        HloModule row, num_partitions=4
+        ENTRY %main (x: s8[1,1024]) -> s8[1,1024] {
+          %x = s8[1,1024]{1,0:T(4,128)(4,1)} parameter(0)
+          ROOT %y = s8[1,1024]{1,0:T(4,128)(4,1)} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+        }""")
+    found = analysis.collectives(text)
+    (op,) = found.ops
+    assert (op.bytes, op.padded_bytes) == (1024, 4096)
+    assert (found.wire_bytes, found.padded_wire_bytes) == (1536, 6144)
+    assert analysis.table(found).splitlines() == [
+        "kind              dtype  workers  times  messages  bytes  wire bytes  padded  wire padded",
+        "all-reduce        int8         4      1         1  1,024       1,536   4,096        6,144",
+        "one worker sends                                               1,536                6,144",
+    ]
+    # Without tiles there is nothing to add.
+    plain = analysis.collectives(text.replace(":T(4,128)(4,1)", ""))
+    assert plain.padded_wire_bytes == plain.wire_bytes
+    assert "padded" not in analysis.table(plain)

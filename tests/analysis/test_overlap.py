@@ -169,6 +169,18 @@ def test_a_torus_sends_along_all_its_axes():
     assert took((0, 1, 2, 3)) == pytest.approx(2 * 3 / 4 * 1e9 / 100e9 + 2 * 3e-6)
 
 
+def test_the_two_devices_of_a_chip_share_its_ici():
+    """Between chips a device sends its half; within a chip, the whole."""
+    ici, *_, within = cost.tpu_links("tpu7x")
+    places = cost.cluster("tpu7x", [(ici, 2), (within, 2)])
+    mean = analysis.base.make_collective(
+        "all-reduce", [("float32", 800)], groups=(tuple(range(4)),), devices=4, where=""
+    )
+    assert {c.link: c.bytes for c in cost.crossings(mean, places)} == {"ICI": 400, "chip": 800}
+    assert (ici.bandwidth, within.bandwidth) == (100e9, 600e9)
+    assert [link.name for link in cost.tpu_links("tpu7x", slices=True)] == ["DCN", "ICI", "ICI", "ICI", "chip"]
+
+
 WORK = """
 HloModule work
 sliced {

@@ -66,6 +66,8 @@ def test_refusals(mesh):
         pods.abstract(make_state, jnp.ones(8), mesh, axis="pod")
     with pytest.raises(ValueError, match="cannot describe the TPU topology 'nonsense'"):
         pods.tpu("nonsense")
+    with pytest.raises(ValueError, match="it must be like 'v5e:4x4', 'v5p:2x2x4' or 'tpu7x:2x2x1'"):
+        pods.tpu("tpu7x")
     with pytest.raises(ValueError, match="cannot describe the GPU topology 'h100:32': it must be one of h100, h200"):
         pods.gpu("h100:32")
     for make, topology, module, extra in ((pods.tpu, "v5e:2x4", "libtpu", "tpu"), (pods.gpu, "h100:1x8", CUDA, "gpu")):
@@ -83,6 +85,32 @@ def test_tpu():
     assert plan.memory.arguments > 0
     with pytest.raises(ValueError, match="do not make up the 8 devices"):
         pods.tpu("v5e:2x4", {"data": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
+@pytest.mark.parametrize("slices", [1, 2])
+def test_two_devices_of_a_chip(slices):
+    """They are neighbors in the mesh, with a link of their own."""
+    mesh = pods.tpu("tpu7x:2x2x1", num_slices=slices)
+    places = cost.of_mesh("tpu7x", mesh)
+    assert [link.name for link in places.links] == ["DCN"] * (slices - 1) + ["ICI"] * 3 + ["chip"]
+    chips = [place[:-1] for place in places.coordinates]
+    assert chips[::2] == chips[1::2]
+    assert len(set(chips)) == 4 * slices
+    assert [place[-1] for place in places.coordinates] == [0, 1] * 4 * slices
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
+def test_a_device_has_half_of_the_memory_of_a_chip():
+    mesh = pods.tpu("tpu7x:2x2x1")
+    plan = pods.plan(jd.distribute(step, mesh), make_state, jax.ShapeDtypeStruct((16, 4), jnp.float32), mesh)
+    assert plan.collectives.wire_bytes > 0
+    # The compiler's own limit is the one of the chip.
+    whole = jax.ShapeDtypeStruct((2**38,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{cost.CHIPS['tpu7x'].memory / 2**30:.2f}G"):
+        jax.jit(jnp.sin).lower(whole).compile()
 
 
 @pytest.mark.slow

@@ -184,6 +184,7 @@ def test_the_cure_for_communication_that_is_not_hidden_is_one_that_the_method_ha
         (["--target", "v5e:2x2", "--xla", "foo"], "--xla needs NAME=VALUE"),
         (["--target", "v5e:2x2", "--xla", "=1"], "--xla needs NAME=VALUE"),
         (["--target", "v5p:4x4"], "unknown target 'v5p:4x4'"),
+        (["--target", "tpu7x:4x4"], "v6e:8x8, tpu7x:4x4x4 (TPU: generation and shape)"),
         (["--target", "v5e:2x2", "--model", "gpt:2b"], "unknown size '2b'; known: tiny"),
         (["--target", "v5e:2x2", "--model", "convnet:4"], "--model must be gpt:SIZE"),
         (
