@@ -111,8 +111,7 @@ def check_local(updates: Updates, axis: AxisNames, *, reduced: str = "") -> None
 def varies_nowhere(leaf: Array, axis: AxisNames) -> bool:
     """Returns whether, under `shard_map` with checked types, a value is typed as equal on all workers of the axis."""
     axes = axis_tuple(axis)
-    mapped = bool(axes) and mesh_axes_being_mapped().issuperset(axes) and _types_are_checked(axes)
-    return mapped and not varying_axes(leaf).issuperset(axes)
+    return types_are_checked(axes) and not varying_axes(leaf).issuperset(axes)
 
 
 def varies_somewhere(leaf: Array, axis: AxisNames) -> bool:
@@ -120,9 +119,11 @@ def varies_somewhere(leaf: Array, axis: AxisNames) -> bool:
     return bool(varying_axes(leaf) & set(axis_tuple(axis)))
 
 
-def _types_are_checked(axes: tuple[str, ...]) -> bool:
+def types_are_checked(axes: tuple[str, ...]) -> bool:
+    """Returns whether this is a `shard_map` over the axes with checked types; under `vmap` values have none."""
     # The index of a worker differs by definition: with `check_vma=False` even it has no type.
-    return bool(varying_axes(jax.lax.axis_index(axes[0])))
+    mapped = bool(axes) and mesh_axes_being_mapped().issuperset(axes)
+    return mapped and bool(varying_axes(jax.lax.axis_index(axes[0])))
 
 
 def scale(tree: Updates, factor: Array) -> Updates:
