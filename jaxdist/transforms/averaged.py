@@ -1,13 +1,15 @@
 """Functions of parameters that an optimizer calls (`value_fn`, `grad_fn`, `obj_fn`), averaged over the workers."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.compat import varying_axes
+from .._core.compat import mesh_axes_being_mapped, varying_axes
 from .._core.dtypes import working_dtype
 from .._core.jaxprs import CASTS, WHOLE, inner_jaxprs
 from .._core.types import Array, AxisNames, PyTree
@@ -15,6 +17,10 @@ from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import axis_tuple, is_mark
 from .local_gradients import types_are_checked
+
+
+# The functions that optimizers of optax call, with what they pass besides the parameters.
+CALLED = {"value_fn": (), "obj_fn": (), "grad_fn": (0,)}
 
 
 def averaged(f: Callable[..., Any], *, axis: AxisNames = "data") -> Callable[..., Any]:
@@ -67,6 +73,7 @@ def average_function(f: Callable[..., Any], axis: AxisNames, name: str) -> Calla
         call.__name__ = call.__qualname__ = WHOLE
         return jax.jit(call)(params)
 
+    evaluate_mean.is_averaged = True  # pyright: ignore[reportFunctionMemberAccess]
     return evaluate_mean
 
 
@@ -89,6 +96,35 @@ def average_arguments(extra_args: dict[str, Any], axis: AxisNames) -> dict[str, 
     }
 
 
+def check_functions(extra_args: dict[str, Any], params: PyTree, axis: AxisNames) -> None:
+    """Checks the functions that an optimizer after `all_reduce` will call, which nothing can average there.
+
+    Before the first call: a search along a line would run for different numbers of rounds on different workers.
+    """
+    if params is None or not axis_tuple(axis) or _under_vmap(axis):
+        return
+    for name, arguments in CALLED.items():
+        f = extra_args.get(name)
+        if not callable(f) or getattr(f, "is_averaged", False):
+            continue
+        known = inspect.signature(f).parameters
+        call = partial(f, **{key: x for key, x in extra_args.items() if key in known})
+        if _has_types(axis):
+            found = jax.eval_shape(lambda p, call=call, rest=arguments: call(p, *rest), params)
+            kinds = [x.manual_axis_type for x in jax.tree.leaves(found)]
+            differs = any(kind and kind.varying & set(axis_tuple(axis)) for kind in kinds)
+            reason = f"returns other values on each worker of axis {axis!r}"
+        else:
+            # The mean of `grad_fn` is not differentiated.
+            differs = name != "grad_fn" and communicates_over(lambda p, call=call: call(p), params, axis)
+            reason = 'averages a loss, whose gradient is that of this worker alone with check="values"'
+        if differs:
+            raise ValueError(
+                f"{name}= {reason}, but an optimizer after all_reduce must see the same on all: pass "
+                f"{name}=jd.transforms.averaged(f), with f of this worker's batch alone"
+            )
+
+
 def refuse_communication(extra_args: dict[str, Any], axis: AxisNames) -> dict[str, Any]:
     """The extra arguments, whose functions raise if they communicate over this axis.
 
@@ -103,8 +139,8 @@ def _raise_on_collectives(f: Callable[..., Any], axis: AxisNames, name: str) -> 
         if communicates_over(lambda p: f(p, *args, **kwargs), params, axis):
             raise ValueError(
                 f"{name}= communicates over axis {axis!r}, whose workers take steps of their own here, each with its "
-                f"own model: some would call it more often than others, which then wait for ever. Pass this worker's "
-                f"function, {name}=lambda p: loss_fn(p, batch), without pmean"
+                "own model: some would call it more often than others, and wait for them for ever. Pass the function "
+                f"of this worker's batch alone, {name}=f without pmean and without averaged"
             )
         return f(params, *args, **kwargs)
 
@@ -158,6 +194,10 @@ def _call(f: Callable[[PyTree], Any], params: PyTree, axis: AxisNames, name: str
         return x
 
     return jax.tree.map(average_leaf, out)
+
+
+def _under_vmap(axis: AxisNames) -> bool:
+    return not mesh_axes_being_mapped().issuperset(axis_tuple(axis))
 
 
 def _has_types(axis: AxisNames) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import DifferentiallyPrivateAggregateState, SAMState
+from optax.contrib import DifferentiallyPrivateAggregateState, HutchinsonState, SAMState
 
 from .._core.compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
 from .._core.dtypes import working_dtype
@@ -243,6 +243,13 @@ def explain_difference(state: PyTree, path: Any) -> str:
             "zero_redundancy(..., reducer=None) inside"
         )
 
+    if _has(state, CALLING) and _nodes(state, communicates):
+        return (
+            "the optimizer calls a function of the parameters, value_fn=, obj_fn= or grad_fn=, that must return the "
+            "same on all workers, and so must its gradient: pass jd.transforms.averaged(lambda p: loss_fn(p, batch)); "
+            "value= and grad= must be averaged too, jax.lax.pmean(value, 'data')"
+        )
+
     def is_optimizer(node):
         return isinstance(node, tuple) and type(node).__module__.startswith("optax")
 
@@ -274,8 +281,11 @@ def _nodes(tree: PyTree, kind: Callable[[Any], bool]) -> list[Any]:
     return [node for node in jax.tree.leaves(tree, is_leaf=kind) if kind(node)]
 
 
+SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
 # States of transformations that refuse unknown extra arguments.
-STRICT = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState, SAMState)
+STRICT = (*SEARCHES, SAMState)
+# States of transformations that call a function.
+CALLING = (*STRICT, HutchinsonState)
 # Extra arguments that methods with local steps pass to every inner optimizer.
 OFFERED = ("anchor", "step", "learning_rate", "examples", "moved")
 
@@ -290,6 +300,15 @@ def filter_extras(state: State, extras: dict[str, Any]) -> dict[str, Any]:
     if _has(state, STRICT):
         return {name: value for name, value in extras.items() if name not in OFFERED}
     return extras
+
+
+def check_searches(state: State, axis: AxisNames) -> None:
+    """Refuses line searches on models that differ where types are checked: the loops of optax cannot be typed."""
+    if _has(state, SEARCHES) and types_are_checked(axis_tuple(axis)):
+        raise ValueError(
+            "the line searches of optax start their loops with constants, which JAX cannot type where workers have "
+            f'models of their own (axis {axis!r}): use distribute(..., check="values") or simulate'
+        )
 
 
 def refuse_examples(state: State) -> None:
