@@ -37,10 +37,11 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def types_are_checked(axis: str) -> bool:
-    """Returns whether the `shard_map` that maps this axis checks types: with `check_vma=False` no value has any."""
-    # The index of a worker differs by definition.
-    return bool(varying_axes(jax.lax.axis_index(axis)))
+def types_are_checked(axes: tuple[str, ...]) -> bool:
+    """Returns whether this is a `shard_map` over the axes that checks types: values have none otherwise."""
+    # The index of a worker differs by definition: with `check_vma=False` even it has no type.
+    mapped = bool(axes) and mesh_axes_being_mapped().issuperset(axes)
+    return mapped and bool(varying_axes(jax.lax.axis_index(axes[0])))
 
 
 def like_of(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

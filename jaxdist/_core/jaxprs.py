@@ -23,6 +23,9 @@ CASTS = frozenset(("pvary", "pcast"))
 # Their condition or bounds may be scalars while the other operands are arrays.
 TAKES_NUMBERS = frozenset(("select_n", "clamp"))
 
+# The name of calls that are evaluated on whole arrays only, and so are their derivatives, which keep it.
+WHOLE = "jaxdist_whole"
+
 LOOPS = ("scan", "while")
 # These run as a whole: none of their results is available before all operands are.
 INDIVISIBLE = (*LOOPS, "cond")
@@ -46,7 +49,8 @@ def _jaxprs_among(values: Iterable[Any]) -> Iterator[Any]:
 def find_called_jaxpr(equation: Any, *, opaque: Collection[str] = INDIVISIBLE) -> Any | None:
     """The closed jaxpr that a call (`jit`, `checkpoint`, a custom derivative) runs once on its operands, or `None`."""
     inside = inner_jaxprs(equation)
-    if len(inside) != 1 or equation.primitive.name in opaque:
+    whole = WHOLE in opaque and equation.params.get("name") == WHOLE
+    if len(inside) != 1 or equation.primitive.name in opaque or whole:
         return None
     # Others combine single entries, as in a scatter-add, or write into references.
     body = inside[0].jaxpr
@@ -77,7 +81,7 @@ def evaluate(
       closed: a closed jaxpr.
       rule: `rule(equation, operands) -> results`.
       operands: the values of the arguments.
-      opaque: primitives that are given to `rule` although they call one jaxpr.
+      opaque: primitives that are given to `rule` although they call one jaxpr; `WHOLE` for the calls of that name.
       kinds: an equation without an operand of these kinds is bound as it was traced, `rule` is not asked; ...
       primitives: ... unless it is of one of these primitives. `None` asks for every equation.
       literal: the value of a literal.

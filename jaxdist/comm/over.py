@@ -163,7 +163,7 @@ def _reduce_in_words(axes: Axes, x: Array, *, mean: bool) -> Array:
 def _mesh_all_gather(axes: Axes, x: Array, *, agreed: bool = True) -> Array:
     check_bytes(x)
     # JAX's transpose of a replicated gather takes this worker's part of a gradient that types have summed already.
-    if agreed and types_are_checked(axes[0]):
+    if agreed and types_are_checked(axes):
         return _gather_words(axes, x, to="invarying")
     gather = jax.custom_jvp(partial(_gather_words, axes))
 

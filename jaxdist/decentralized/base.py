@@ -166,7 +166,7 @@ def _update(
         extras["learning_rate"] = learning_rate
 
     def adapt(direction: Updates) -> tuple[Updates, State]:
-        return inner_step(cfg.inner, direction, state.inner.value, params, active=active, **extras)
+        return inner_step(cfg.inner, direction, state.inner.value, params, axis=cfg.axis, active=active, **extras)
 
     with jax.named_scope("gossip"):
         result = cfg.method.step(

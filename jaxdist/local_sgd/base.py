@@ -266,7 +266,9 @@ def _update(
         elif active is not None and warm is not False:
             # A synchronous step is one of all workers, which stay equal.
             active = jnp.logical_or(active, warm)
-        steps, inner_state = inner_step(cfg.inner, gradients, inner_state, params, active=active, **passed)
+        steps, inner_state = inner_step(
+            cfg.inner, gradients, inner_state, params, axis=cfg.axis, active=active, **passed
+        )
         group = inner_anchor(inner_state)
         if group is not None and examples is not None:
             raise ValueError(

@@ -285,7 +285,9 @@ def _noloco_update(
     override = parse_sync_override(sync, 1)
     with jax.named_scope("noloco"):
         passed = {"step": state.count, **extra_args, "anchor": slow}
-        steps, inner_state = inner_step(cfg.inner, updates, state.inner.value, params, active=active, **passed)
+        steps, inner_state = inner_step(
+            cfg.inner, updates, state.inner.value, params, axis=cfg.axis, active=active, **passed
+        )
         since = state.since + 1
         if override is None:
             due = since >= period_at(cfg.sync_period if sync_period is None else sync_period, state.count)

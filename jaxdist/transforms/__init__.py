@@ -3,6 +3,7 @@
 from .accumulate import AccumulateState as AccumulateState
 from .accumulate import accumulate as accumulate
 from .all_reduce import all_reduce as all_reduce
+from .averaged import averaged as averaged
 from .local_gradients import per_worker as per_worker
 from .local_value_and_grad import find_unused_parameters as find_unused_parameters
 from .local_value_and_grad import local_value_and_grad as local_value_and_grad

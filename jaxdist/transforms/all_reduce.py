@@ -17,6 +17,7 @@ from .._core.types import Array, AxisNames, Bool, Int, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.base import Extras, Law, Reducer, check_reducer, contraction_of
 from ..state.marks import PerWorker, axis_tuple, bind, expand_specs, map_marked, with_value
+from .averaged import check_functions
 from .local_gradients import (
     check_leaves,
     check_local,
@@ -194,6 +195,7 @@ def _update(
     reducer, axis, specs = cfg.reducer, cfg.axis, cfg.specs
     check_leaves(updates)
     check_shapes(updates, params)
+    check_functions(extra_args, params, axis)
     comm = over(axis)
     check_local(updates, axis)
     # The weight of this worker's gradient: its examples, or 1 as long as it has any.

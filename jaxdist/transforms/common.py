@@ -11,7 +11,8 @@ from .._core.dtypes import wider_dtype, working_dtype
 from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..state.marks import name_leaf
-from .local_gradients import filter_extras, varies_nowhere
+from .averaged import refuse_communication
+from .local_gradients import check_searches, filter_extras, varies_nowhere
 
 LearningRate = optax.ScalarOrSchedule | int
 
@@ -52,14 +53,19 @@ def inner_step(
     state: State,
     params: PyTree,
     *,
+    axis: AxisNames,
     active: Array | None,
     **extras: Any,
 ) -> tuple[Updates, State]:
     """Takes a local step, unless inactive; returns the updates, as wide as the parameters, and the inner state.
 
+    `axis` is that of the workers with models of their own, over which no function among `extras` may communicate.
+
     `inner` is told by `moved=True` that its updates are not all that changes the parameters.
     """
-    steps, new = inner.update(gradients, state, params, **filter_extras(state, {**extras, "moved": True}))
+    check_searches(state, axis)
+    passed = filter_extras(state, refuse_communication({**extras, "moved": True}, axis))
+    steps, new = inner.update(gradients, state, params, **passed)
     # The step is computed in any case, so that the program is the same on all workers.
     if active is not None:
         steps = tree_where(active, steps, jax.tree.map(jnp.zeros_like, steps))

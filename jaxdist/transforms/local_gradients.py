@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import DifferentiallyPrivateAggregateState, SAMState
+from optax.contrib import DifferentiallyPrivateAggregateState, HutchinsonState, SAMState
 
-from .._core.compat import mesh_axes_being_mapped, mesh_axes_left_over, types_are_checked, varying_axes
+from .._core.compat import mesh_axes_left_over, types_are_checked, varying_axes
 from .._core.dtypes import working_dtype
 from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, PyTree, State, Updates
@@ -111,8 +111,7 @@ def check_local(updates: Updates, axis: AxisNames, *, reduced: str = "") -> None
 def varies_nowhere(leaf: Array, axis: AxisNames) -> bool:
     """Returns whether, under `shard_map` with checked types, a value is typed as equal on all workers of the axis."""
     axes = axis_tuple(axis)
-    mapped = bool(axes) and mesh_axes_being_mapped().issuperset(axes) and types_are_checked(axes[0])
-    return mapped and not varying_axes(leaf).issuperset(axes)
+    return types_are_checked(axes) and not varying_axes(leaf).issuperset(axes)
 
 
 def varies_somewhere(leaf: Array, axis: AxisNames) -> bool:
@@ -237,6 +236,13 @@ def explain_difference(state: PyTree, path: Any) -> str:
             "zero_redundancy(..., reducer=None) inside"
         )
 
+    if _has(state, CALLING) and _nodes(state, communicates):
+        return (
+            "the optimizer calls a function of the parameters, value_fn=, obj_fn= or grad_fn=, that must return the "
+            "same on all workers, and so must its gradient: pass jd.transforms.averaged(lambda p: loss_fn(p, batch)); "
+            "value= and grad= must be averaged too, jax.lax.pmean(value, 'data')"
+        )
+
     def is_optimizer(node):
         return isinstance(node, tuple) and type(node).__module__.startswith("optax")
 
@@ -268,8 +274,11 @@ def _nodes(tree: PyTree, kind: Callable[[Any], bool]) -> list[Any]:
     return [node for node in jax.tree.leaves(tree, is_leaf=kind) if kind(node)]
 
 
+SEARCHES = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState)
 # States of transformations that refuse unknown extra arguments.
-STRICT = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState, SAMState)
+STRICT = (*SEARCHES, SAMState)
+# States of transformations that call a function.
+CALLING = (*STRICT, HutchinsonState)
 # Extra arguments that methods with local steps pass to every inner optimizer.
 OFFERED = ("anchor", "step", "learning_rate", "examples", "moved")
 
@@ -284,6 +293,15 @@ def filter_extras(state: State, extras: dict[str, Any]) -> dict[str, Any]:
     if _has(state, STRICT):
         return {name: value for name, value in extras.items() if name not in OFFERED}
     return extras
+
+
+def check_searches(state: State, axis: AxisNames) -> None:
+    """Refuses line searches on models that differ where types are checked: the loops of optax cannot be typed."""
+    if _has(state, SEARCHES) and types_are_checked(axis_tuple(axis)):
+        raise ValueError(
+            "the line searches of optax start their loops with constants, which JAX cannot type where workers have "
+            f'models of their own (axis {axis!r}): use distribute(..., check="values") or simulate'
+        )
 
 
 def refuse_examples(state: State) -> None:

@@ -17,6 +17,7 @@ from ..comm.over import over
 from ..compressors.base import Compressor, contraction_form
 from ..reducers.base import Extras, Reducer, exact, is_map_params_placeholder, shards_of
 from ..state.marks import NO_PARAMETER, Sharded, beside, bind, is_mark, with_value
+from ..transforms.averaged import average_arguments
 from ..transforms.local_gradients import (
     check_leaves,
     check_local,
@@ -240,6 +241,8 @@ def _update(
         # Gradients of `Sharded` parameters (stage 3) are sharded and averaged already.
         replicated = _without_marked(updates), _without_marked(params)
         _check_arguments(cfg, *replicated, extra_args)
+        # What `inner` calls is averaged, since it takes any whole array for the same on all workers.
+        extra_args = average_arguments(extra_args, cfg.axis)
         check_sharding(params, comm)
         if examples is not None and len(jax.tree.leaves(replicated[0])) < len(jax.tree.leaves(updates)):
             raise ValueError(

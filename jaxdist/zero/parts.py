@@ -20,6 +20,7 @@ from .._core.jaxprs import (
     LOOPS,
     RESHAPES,
     TAKES_NUMBERS,
+    WHOLE,
     apply_primitive,
     evaluate,
     inner_jaxprs,
@@ -113,7 +114,7 @@ def _axes_around(values: Sequence[Any], comm: Comm) -> tuple[str, ...]:
 def _evaluate(closed: Any, comm: Comm, values: Sequence[Any]) -> list[Any]:
     # Computations without sharded operands run as traced, on every worker.
     kinds, primitives = (Part, Uniform), {"broadcast_in_dim", *CASTS}
-    return evaluate(closed, partial(_apply, comm), values, opaque=LOOPS, kinds=kinds, primitives=primitives)
+    return evaluate(closed, partial(_apply, comm), values, opaque=(*LOOPS, WHOLE), kinds=kinds, primitives=primitives)
 
 
 def _apply(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[Any]:
