@@ -9,13 +9,14 @@ import optax
 from optax.contrib import DifferentiallyPrivateAggregateState, SAMState
 
 from .._core.compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
-from .._core.dtypes import working_dtype
-from .._core.trees import tree_where
+from .._core.dtypes import explain_dtype, working_dtype
+from .._core.trees import is_overwritten, tree_where
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..reducers.base import NO_FORMS, Forms
 from ..state.marks import PerWorker, Sharded, axis_tuple, flatten_marks, is_mark, name_leaf, with_value
+from .overwritten import explain_overwritten
 
 
 def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> optax.GradientTransformationExtraArgs:
@@ -67,6 +68,8 @@ def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
     refuse_two_sets(tree)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mark)[0]:
         name = jax.tree_util.keystr(path) or "the gradient"
+        if is_overwritten(path):
+            raise ValueError(explain_overwritten(name))
         if isinstance(leaf, Sharded) and sharded:
             leaf = leaf.value
         if isinstance(leaf, Sharded):
@@ -74,7 +77,11 @@ def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
                 f"{name} is Sharded: workers have different parts of it, so it has no mean over workers; "
                 "use zero_redundancy for sharded parameters"
             )
-        if not is_mark(leaf) and not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if is_mark(leaf):
+            continue
+        if problem := explain_dtype(leaf.dtype):
+            raise ValueError(f"{name} has dtype {leaf.dtype}: {problem}")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"{name} has dtype {leaf.dtype}: only floating leaves have gradients to reduce; keep counters and "
                 "random keys out of the parameters, as nnx.split(model, nnx.Param, ...) does, or exclude the leaf "
@@ -232,6 +239,11 @@ def explain_wrapped_communication(state: PyTree) -> str | None:
 
 def explain_difference(state: PyTree, path: Any) -> str:
     """Returns what to do about a leaf of the state, at this path, that differs between workers."""
+    if is_overwritten(path):
+        return (
+            "it is a statistic of fp8, whose next value each worker has found in its own rows: take the maximum, "
+            "gradients = jd.transforms.agree_on_maximum(gradients, params), before it enters the state"
+        )
     # The path may contain the marks or not.
     leaves = zip(jax.tree_util.tree_leaves_with_path(state), flatten_marks(state), strict=True)
     marks = next((leaf.marks for (full, _), leaf in leaves if path in (full, leaf.path)), ())
