@@ -61,9 +61,9 @@ class PerWorker(Mark):
         number when the global arrays are made.
       axis: the mesh axis or axes it differs over; `None`: the axis with which the state is placed.
       resize: what workers get when their number changes: the `"mean"` over the old ones (residuals: the update
-        not yet delivered is the mean), a `"copy"` of worker `i mod W`, `"zero"`, or the `"max"` over the old ones. Workers
-        keep their keys by any rule; of encoded arrays there is a copy in place of the mean, and of the fp8 statistics
-        of flax (`agree_on_maximum`) the maximum.
+        not yet delivered is the mean), a `"copy"` of worker `i mod W`, `"zero"`, or the `"max"` over the old ones.
+        Workers keep their keys by any rule; in place of the mean there is a copy of encoded arrays, and the maximum of
+        the fp8 statistics of flax (`agree_on_maximum`).
 
     Examples:
       >>> import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Leaves whose "gradient" is their next value, as flax keeps the statistics of its fp8 layers: the maximum of them."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 

@@ -12,7 +12,7 @@ import optax
 from jax.core import Tracer
 
 from .._core.checks import Portable, check_count
-from .._core.dtypes import working_dtype
+from .._core.dtypes import explain_dtype, widen, working_dtype
 from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State
 from ..comm.over import over
@@ -234,8 +234,9 @@ def dynamic_loss_scale(
     largest = 2.0**100
 
     def init_fn(params) -> State:
-        # Moments take the dtype of the parameters, but their gradients arrive in float32.
-        wide = jax.tree.map(lambda p: p.astype(working_dtype(p.dtype)), params)
+        # Moments take the dtype of the parameters, but their gradients arrive in float32. What has no gradient, or none
+        # that could be averaged, stays as it is, for the chain to refuse or to leave out.
+        wide = jax.tree.map(lambda p: widen(p) if _has_gradient(p) else p, params)
         return LossScaleState(guarded.init(wide), jnp.asarray(initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -306,6 +307,10 @@ def _local_values(counts: PyTree) -> list[np.ndarray]:
 
 def _inexact(tree: PyTree) -> list[Array]:
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def _has_gradient(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and explain_dtype(x.dtype) is None
 
 
 def _any(flags: Iterable[Array]) -> Bool[Array, ""]:
