@@ -349,14 +349,29 @@ def view_of(state: State, axes: Sequence[str]) -> WorkerView:
 
 def check_usable(state: State) -> None:
     """Checks that no array of the state has been donated: such an array may end the process, without an exception."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    _check_not_deleted(
+        state,
+        "the state",
+        "an earlier call donated it, since distribute() reuses the memory of the state that it gets. Go on with the "
+        "state that the step returns, state, metrics = step(state, batch), or use distribute(..., donate=False)",
+    )
+
+
+def check_batch_usable(batch: PyTree) -> None:
+    """Checks that no array of a batch has been donated."""
+    _check_not_deleted(
+        batch,
+        "the batch",
+        "an earlier call donated it, or was given a state with the same array. Load it again, or copy it, "
+        "jnp.copy(x), before that call",
+    )
+
+
+def _check_not_deleted(tree: PyTree, whole: str, advice: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            name = f"leaf `{leaf_name(path)}` of the state" if path else "the state"
-            raise ValueError(
-                f"{name} has been deleted: an earlier call donated it, since distribute() reuses the memory of the "
-                "state that it gets. Go on with the state that the step returns, state, metrics = step(state, batch), "
-                "or use distribute(..., donate=False)"
-            )
+            name = f"leaf `{leaf_name(path)}` of {whole}" if path else whole
+            raise ValueError(f"{name} has been deleted: {advice}")
 
 
 def run_in_view(

@@ -16,7 +16,7 @@ from .._core.compat import is_on_host
 from .._core.trees import fold_index, is_key, is_overwritten, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
 from .flax_marks import refuse_lost_marks
-from .marks import OnHost, PerWorker, Sharded, axis_tuple, bind, cutting, is_mark, map_marked, spec_of
+from .marks import OnHost, PerWorker, Sharded, axis_tuple, bind, check_usable, cutting, is_mark, map_marked, spec_of
 
 
 def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
@@ -130,6 +130,7 @@ def place(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
       >>> jd.place({"e": jd.PerWorker(jnp.zeros(3))}, jd.make_mesh({"data": 1}))["e"].value.shape
       (1, 3)
     """
+    check_usable(state)
     refuse_lost_marks(state)
     state = map_marked(partial(_globalize, mesh), bind(state, axis))
     return _place_tree(state, mesh, axis)
@@ -162,6 +163,7 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
         ]
         return refit(marks, to_device(leaf), (*lengths, *leaf.shape[len(marks) :]))
 
+    check_usable(state)
     state = map_marked(resize_leaf, bind(state, axis))
     return _place_tree(state, mesh, axis)
 
@@ -265,6 +267,7 @@ def consensus(state: State) -> State:
             inside = inside.reshape(-1)[: math.prod(node.shape)].reshape(node.shape)
         return jax.tree_util.tree_map_with_path(partial(merge, path), inside, is_leaf=is_mark)
 
+    check_usable(state)
     return jax.tree_util.tree_map_with_path(partial(merge, ()), state, is_leaf=is_mark)
 
 

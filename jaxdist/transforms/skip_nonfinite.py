@@ -16,7 +16,8 @@ from .._core.dtypes import explain_dtype, widen, working_dtype
 from .._core.trees import leaf_name, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State
 from ..comm.over import over
-from ..state.marks import check_usable
+from ..state.donation import DonationChecks
+from ..state.marks import check_batch_usable, check_usable
 from .all_reduce import LateState
 from .local_gradients import with_extra_args
 
@@ -301,8 +302,12 @@ def named_loss_scales(opt_state: State) -> list[tuple[str, Array]]:
     return found
 
 
-def with_skip_checks(run: Any) -> Any:
-    """Wraps a compiled step to raise before a call with a donated state, or one that has skipped too many steps."""
+def with_skip_checks(run: Any, *, donates: bool = False) -> Any:
+    """Wraps a compiled step to raise before a call with arrays that are gone or that it would donate twice.
+
+    Also before one with a state that has skipped too many steps.
+    """
+    donation = DonationChecks() if donates else None
     # A check waits for the previous step, so it is made only when the limit may have been reached: in every
     # `max_consecutive + 1`-th call while no step is skipped. All processes check in the same calls.
     calls_to_wait = 0
@@ -311,11 +316,17 @@ def with_skip_checks(run: Any) -> Any:
     def run_with_checks(state, batch, **static):
         nonlocal calls_to_wait
         check_usable(state)
+        check_batch_usable(batch)
+        if donation is not None:
+            donation.check(state, batch)
         if calls_to_wait:
             calls_to_wait -= 1
         elif not any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             calls_to_wait = check_skips(state)
-        return run(state, batch, **static)
+        returned = run(state, batch, **static)
+        if donation is not None:
+            donation.remember(returned[0])
+        return returned
 
     return keep_attributes(run_with_checks, run)
 

@@ -90,6 +90,54 @@ def test_a_donated_state(mesh):
             again(state, jnp.ones(8))
 
 
+def average_step(state, batch):
+    params, average = state
+    params = jax.tree.map(lambda p: p - jax.lax.pmean(batch.mean(), "data"), params)
+    return (params, jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)), {}
+
+
+def replicated(x, mesh):
+    """The same values on all devices; that of `x` keeps its memory."""
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+
+
+def test_one_array_in_two_places_of_the_state(mesh):
+    """JAX names no leaf, or does not notice: only what two leaves have in common is looked at, nothing is run."""
+    params = {"w": jnp.zeros(4), "x": jnp.zeros(0)}
+    run = jd.distribute(average_step, mesh)
+    expected = r"leaf `0\.w` of the state and leaf `1\.w` of the state have one memory.*jnp\.copy.*donate=False"
+    for again in (params, jax.tree.map(lambda x: jnp.asarray(x), params), replicated(params, mesh)):
+        with pytest.raises(ValueError, match=expected):
+            run((params, again), jnp.ones(8))
+    # Made by place or init_state they are two, as they are in what a step returns.
+    for state in (jd.place((params, params), mesh), jd.init_state(lambda: (params, params), mesh)):
+        after, _ = run(state, jnp.ones(8))
+        with pytest.raises(ValueError, match=expected):
+            run((after[0], after[0]), jnp.ones(8))
+        with pytest.raises(ValueError, match=expected):
+            run((after[0], replicated(after[0], mesh)), jnp.ones(8))
+        after, _ = run(after, jnp.ones(8))
+    kept, _ = jd.distribute(average_step, mesh, donate=False)((after[0], after[0]), jnp.ones(8))
+    assert float(kept[0]["w"][0]) == -3.0
+    traced, _ = jax.jit(lambda params, batch: run((params, params), batch))(after[0], jnp.ones(8))
+    assert float(traced[0]["w"][0]) == -3.0
+
+
+def test_a_batch_that_shares_an_array_with_the_state_or_is_gone(mesh):
+    x = jnp.ones(8)
+    run = jd.distribute(lambda state, batch: (state + jax.lax.pmean(batch.mean(), "data"), {}), mesh)
+    for data in (x, replicated(x, mesh)):
+        with pytest.raises(ValueError, match=r"the state and the batch have one memory.*copy the array of the batch"):
+            run(x, data)
+    x.delete()
+    for again in (run, jd.simulate(lambda state, batch: (state, {}), 8)):
+        with pytest.raises(ValueError, match=r"the batch has been deleted: .*copy it"):
+            again(jnp.ones(8), x)
+    for use in (jd.consensus, lambda x: jd.place(x, mesh), lambda x: jd.resize(x, mesh)):
+        with pytest.raises(ValueError, match="leaf `w` of the state has been deleted"):
+            use({"w": x})
+
+
 def test_all_reduce_before_zero_redundancy(mesh):
     tx = optax.chain(jd.all_reduce(jd.exact()), jd.zero_redundancy(optax.sgd(0.1)))
     with pytest.raises(
