@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from problems import batch, fresh, make_step, params
+from problems import batch, fresh, loss, make_step, params
 
 import jaxdist as jd
 
@@ -88,6 +88,49 @@ def test_a_donated_state(mesh):
     for again in (run, jd.simulate(step, 8)):
         with pytest.raises(ValueError, match=r"leaf `w` of the state has been deleted.*donate=False"):
             again(state, jnp.ones(8))
+
+
+PLATEAU = optax.contrib.reduce_on_plateau()
+BESIDE = r"in front of it says, and what differs comes in beside them: an extra argument of the update, such as value="
+# Where in the state the leaf is that differs, and what the message says of it: that all_reduce lacks only where it does.
+CAUSES = {
+    "value behind all_reduce": (optax.chain(jd.all_reduce(jd.exact()), PLATEAU), r"`opt\.1\.scale`.*" + BESIDE),
+    "value in a guard": (
+        jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), PLATEAU)),
+        r"`opt\.inner\.1\.scale`.*" + BESIDE,
+    ),
+    "value in every part": (
+        optax.partition({"a": optax.chain(jd.all_reduce(jd.exact()), PLATEAU)}, {"w": "a", "b": "a"}),
+        r"`opt\.inner_states\.a\.inner_state\.1\.scale`.*" + BESIDE,
+    ),
+    "value in ZeRO": (jd.zero_redundancy(optax.chain(optax.sgd(0.1), PLATEAU)), r"`opt\.inner\.1\.scale`.*" + BESIDE),
+    "momentum in front": (
+        optax.chain(optax.trace(0.9), jd.all_reduce(jd.exact())),
+        r"`opt\.0\.trace\.b`.*: it is in front of the transformation that averages gradients.*per_worker",
+    ),
+    "factor of the parameters": (
+        optax.chain(jd.all_reduce(jd.exact()), optax.polyak_sgd()),
+        r"`params\.b`.*: mark it PerWorker, or reduce it before it enters the state; if it is trained, look for",
+    ),
+    "no all_reduce": (
+        optax.chain(optax.trace(0.9), PLATEAU),
+        r"`opt\.0\.trace\.b`.*: .*begin the chain with all_reduce",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_difference_is_blamed_on_what_causes_it(name):
+    tx, message = CAUSES[name]
+
+    def step(state, batch):
+        value, gradients = jd.local_value_and_grad(loss)(state["params"], batch)
+        updates, opt = tx.update(gradients, state["opt"], state["params"], value=value)
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {}
+
+    state = jax.eval_shape(lambda: jd.init_state(lambda: {"params": params(), "opt": tx.init(params())}, 8))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(jd.simulate(step, 8), state, batch())
 
 
 def average_step(state, batch):
