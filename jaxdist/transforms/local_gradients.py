@@ -292,7 +292,9 @@ def _explain_order(state: PyTree, path: tuple[Any, ...]) -> str:
         "average it, jax.lax.pmean(x, axis)"
     )
     if inside:
-        return f"the gradients are averaged, as {outer} in front of it says, and what differs comes in beside them: {beside}"
+        return (
+            f"gradients are averaged, as {outer} in front of it says, and what differs comes in beside them: {beside}"
+        )
     return f"mark it PerWorker, or reduce it before it enters the state; if it is trained, look for {beside}"
 
 

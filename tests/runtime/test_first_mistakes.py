@@ -92,7 +92,7 @@ def test_a_donated_state(mesh):
 
 PLATEAU = optax.contrib.reduce_on_plateau()
 BESIDE = r"in front of it says, and what differs comes in beside them: an extra argument of the update, such as value="
-# Where in the state the leaf is that differs, and what the message says of it: that all_reduce lacks only where it does.
+# Where in the state the leaf is that differs, and what the message says: all_reduce lacks only where it does.
 CAUSES = {
     "value behind all_reduce": (optax.chain(jd.all_reduce(jd.exact()), PLATEAU), r"`opt\.1\.scale`.*" + BESIDE),
     "value in a guard": (
