@@ -14,6 +14,29 @@ def working_dtype(dtype: DTypeLike) -> DTypeLike:
     return dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32
 
 
+def explain_dtype(dtype: DTypeLike) -> str | None:
+    """The reason why arrays of a dtype of numbers have no mean, sum or code here, and the fix; `None` for the others.
+
+    Integers of 8 bits or more may be codes of a sum, and keys and booleans are no numbers: others refuse those.
+    """
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (
+            "compressors, norms and optimizers are defined for real numbers; keep the real and the imaginary part as "
+            "two leaves, and join them in the loss, jax.lax.complex(params['real'], params['imaginary'])"
+        )
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 2:
+        return (
+            "gradients take the dtype of their parameter, and sums of 8 bits or less lose nearly all of them; keep the "
+            "parameters in bfloat16 or float32, and cast them in the loss"
+        )
+    if str(dtype) in ("int4", "uint4", "int2", "uint2"):
+        return (
+            "quantized parameters have no gradient; train a copy in bfloat16 or float32 and quantize it in the loss, "
+            "or leave them out of the parameters that are trained"
+        )
+    return None
+
+
 def wider_dtype(dtype: DTypeLike, other: DTypeLike) -> DTypeLike:
     """Returns the dtype of more bytes, the first of two that are alike."""
     return other if jnp.dtype(other).itemsize > jnp.dtype(dtype).itemsize else dtype

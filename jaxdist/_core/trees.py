@@ -55,6 +55,15 @@ def leaf_name(path: Any, whole: str = "state") -> str:
     return ".".join(part for part in parts if part != "value") or whole
 
 
+# The collection of flax and Transformer Engine, whose "gradient" is no derivative but the next value of the leaf.
+OVERWRITTEN = "_overwrite_with_gradient"
+
+
+def is_overwritten(path: Any) -> bool:
+    """Checks whether a leaf is a value that its "gradient" replaces: a statistic of fp8, such as an amax history."""
+    return any(jax.tree_util.keystr((key,), simple=True) == OVERWRITTEN for key in path)
+
+
 def next_count(count: Int[Array, "..."]) -> Int[Array, "..."]:
     """Increments a counter, saturating at the largest value of its dtype."""
     return jnp.where(count < jnp.iinfo(count.dtype).max, count + 1, count)

@@ -220,9 +220,10 @@ def _unshard(marks: Sequence[Any], found: Array | np.ndarray) -> Array | np.ndar
         if isinstance(mark, Sharded):
             found = found[: math.prod(mark.shape)].reshape(*mark.shape, *found.shape[1:])
         else:
-            # The mean, whatever the mark says about a change of the number of workers; `...` keeps scalars arrays.
-            mean = PerWorker(None, axis=mark.axis, resize="mean")
-            found = refit([mean], found, (1, *found.shape[1:]))[0, ...]
+            # The mean, even if workers would get a copy or zero; `...` keeps scalars arrays.
+            rule = "max" if mark.resize == "max" else "mean"
+            one = PerWorker(None, axis=mark.axis, resize=rule)
+            found = refit([one], found, (1, *found.shape[1:]))[0, ...]
     return found
 
 

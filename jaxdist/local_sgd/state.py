@@ -14,7 +14,7 @@ import optax
 from .._core.checks import NO_PARAMS
 from .._core.compat import is_on_host
 from .._core.dtypes import working_dtype
-from .._core.trees import is_key, to_device, tree_where
+from .._core.trees import is_key, leaf_name, to_device, tree_where
 from .._core.types import Array, AxisNames, Flag, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..state.marks import NO_PARAMETER, PerWorker, axis_tuple, beside, bind, is_mark, with_value
@@ -110,26 +110,45 @@ def global_params(opt_state: State) -> PyTree:
     Args:
       opt_state: an optimizer state with `local_steps` anywhere inside, placed or as a worker sees it.
 
+    Raises:
+      ValueError: there is no `local_steps` inside, or there are several that are not parts of one model.
+
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=8)
       >>> jd.local_sgd.global_params(tx.init(jnp.ones(2))).tolist()
       [1.0, 1.0]
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LocalStepsState))
-    anchors = [node.anchor for node in nodes if isinstance(node, LocalStepsState)]
-    if anchors:
-        # With `optax.partition` each has a part of the model, and placeholders for the others'.
-        return reduce(partial(jax.tree.map, _first_that_is_there, is_leaf=_is_placeholder), anchors)
-    raise ValueError("this optimizer state has no local_steps inside, and so no anchor; evaluate the parameters")
+    nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, LocalStepsState))
+    anchors = {leaf_name(path, "this state"): x.anchor for path, x in nodes if isinstance(x, LocalStepsState)}
+    if not anchors:
+        raise ValueError("this optimizer state has no local_steps inside, and so no anchor; evaluate the parameters")
+    # With `optax.partition` each has a part of the model, and placeholders for the others'.
+    try:
+        return reduce(_join_parts, anchors.values())
+    except _SeveralModelsError:
+        raise ValueError(
+            f"this state has models of local_steps in {', '.join(map(repr, anchors))}, which are not the parts of one: "
+            "pass the state of one of them"
+        ) from None
 
 
-def _is_placeholder(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
+class _SeveralModelsError(Exception):
+    """Two trees are not the parts of one."""
 
 
-def _first_that_is_there(first: Any, second: Any) -> Any:
-    return second if _is_placeholder(first) else first
+def _join_parts(first: PyTree, second: PyTree) -> PyTree:
+    """The tree of two that have placeholders for each other's parts, each for one leaf or several."""
+    if isinstance(first, optax.MaskedNode):
+        return second
+    if isinstance(second, optax.MaskedNode):
+        return first
+    (left, structure), (right, other) = (
+        jax.tree.flatten(tree, is_leaf=lambda x, tree=tree: x is not tree) for tree in (first, second)
+    )
+    if jax.tree_util.all_leaves([first]) or structure != other:
+        raise _SeveralModelsError
+    return structure.unflatten(map(_join_parts, left, right))
 
 
 def update_buffers(

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from .._core.descriptions import with_description
-from .._core.dtypes import narrow, widen
+from .._core.dtypes import explain_dtype, narrow, widen
 from .._core.types import Array, Float, Int, Key, Like, PyTree, Shape, State, Updates
 from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
 from ..compressors.base import NO_CONTRACTION, Codec, Compressor, contraction_form
+from ..state.marks import name_leaf
 from ..wire.flat import fuse, fuse_bytes, rows
 
 
@@ -185,7 +186,19 @@ def from_generator(
         with jax.named_scope(name):
             return run(messages(updates, state, comm, extras), comm)
 
-    return Reducer(init, reduce, law, (forms or Forms())._replace(messages=messages))
+    return Reducer(for_real_numbers(init), reduce, law, (forms or Forms())._replace(messages=messages))
+
+
+def for_real_numbers(init: Callable[[PyTree[Like]], State]) -> Callable[[PyTree[Like]], State]:
+    """The `init` of a reducer, which refuses leaves that are complex or have fewer than 16 bits, by their names."""
+
+    def checked_init(like):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(like):
+            if problem := explain_dtype(leaf.dtype):
+                raise ValueError(f"{name_leaf('the update', path)} has dtype {leaf.dtype}: {problem}")
+        return init(like)
+
+    return checked_init
 
 
 def run(generator: Generator[Messages, Messages, Any], comm: Comm) -> Any:

@@ -28,6 +28,7 @@ from .base import (
     Result,
     as_generator,
     cast_like,
+    for_real_numbers,
     from_generator,
     run,
     tree_norm,
@@ -113,7 +114,7 @@ def dgc(
     )
     if not warmup_steps:
         return from_generator("dgc", partial(_init, cfg), partial(_messages, cfg, stages[0]), forms=forms)
-    return Reducer(partial(_init, cfg), partial(_reduce, cfg), forms=forms)
+    return Reducer(for_real_numbers(partial(_init, cfg)), partial(_reduce, cfg), forms=forms)
 
 
 class _Config(NamedTuple):

@@ -25,6 +25,7 @@ from .base import (
     Result,
     as_generator,
     check_reducer,
+    for_real_numbers,
     is_map_params_placeholder,
     least_contraction,
     run,
@@ -84,7 +85,7 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     shards = partial(_shards, cfg) if outer.forms.shards else None
     biased, no_examples = least_contraction(inner, outer), _no_examples(cfg)
     forms = Forms(shards=shards, no_feedback=_no_feedback(inner, outer), biased=biased, no_examples=no_examples)
-    return Reducer(partial(_init, cfg), partial(_reduce, cfg), weakest(outer), forms)
+    return Reducer(for_real_numbers(partial(_init, cfg)), partial(_reduce, cfg), weakest(outer), forms)
 
 
 class _Config(NamedTuple):

@@ -27,6 +27,7 @@ from .base import (
     Reduced,
     Reducer,
     Result,
+    for_real_numbers,
     from_generator,
     init_draws,
     run,
@@ -87,7 +88,7 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     cfg = _Config(bits, beta, scale, seed)
-    return Reducer(partial(_init_intsgd, cfg), partial(_reduce_intsgd, cfg))
+    return Reducer(for_real_numbers(partial(_init_intsgd, cfg)), partial(_reduce_intsgd, cfg))
 
 
 class _Config(NamedTuple):

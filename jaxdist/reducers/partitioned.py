@@ -24,6 +24,7 @@ from .base import (
     Result,
     as_generator,
     check_reducer,
+    for_real_numbers,
     forward_forms,
     is_map_params_placeholder,
     list_named_leaves,
@@ -97,7 +98,9 @@ class _BucketConfig(NamedTuple):
 
 def _make_bucketed(cfg: _BucketConfig) -> Reducer:
     forms = forward_forms(lambda inner: _make_bucketed(cfg._replace(reducer=inner)), cfg.reducer, shards=False)
-    return Reducer(partial(_init_buckets, cfg), partial(_reduce_buckets, cfg), weakest(cfg.reducer), forms)
+    return Reducer(
+        for_real_numbers(partial(_init_buckets, cfg)), partial(_reduce_buckets, cfg), weakest(cfg.reducer), forms
+    )
 
 
 def _init_buckets(cfg: _BucketConfig, like: PyTree[Like]) -> State:
@@ -258,7 +261,9 @@ class _PartitionConfig(NamedTuple):
 
 def _make_partitioned(cfg: _PartitionConfig) -> Reducer:
     forms = forward_forms(lambda inner: _make_partitioned(cfg._replace(reducer=inner)), cfg.reducer, shards=False)
-    return Reducer(partial(_init_partitions, cfg), partial(_reduce_partitions, cfg), weakest(cfg.reducer), forms)
+    return Reducer(
+        for_real_numbers(partial(_init_partitions, cfg)), partial(_reduce_partitions, cfg), weakest(cfg.reducer), forms
+    )
 
 
 def _init_partitions(cfg: _PartitionConfig, like: PyTree[Like]) -> State:

@@ -33,7 +33,20 @@ from ..wire.low_rank import (
     write_matrices,
 )
 from ..wire.low_rank import squarest_view as squarest_view
-from .base import NO_EXTRAS, Extras, Forms, Messages, Protocol, Reduced, Reducer, Result, exact, from_generator, run
+from .base import (
+    NO_EXTRAS,
+    Extras,
+    Forms,
+    Messages,
+    Protocol,
+    Reduced,
+    Reducer,
+    Result,
+    exact,
+    for_real_numbers,
+    from_generator,
+    run,
+)
 from .combinators import reducer_schedule
 
 Own = Literal["local", "paper"]
@@ -140,7 +153,8 @@ def power_sgd(
     # A projection: δ depends on the matrix, and may be 0.
     forms = Forms(biased=lambda shape: 0.0, no_parts=_NO_PARTS)
     if one_sided:
-        reducer = Reducer(partial(_init_one_sided, cfg), partial(_reduce_one_sided, cfg), forms=forms)
+        init = for_real_numbers(partial(_init_one_sided, cfg))
+        reducer = Reducer(init, partial(_reduce_one_sided, cfg), forms=forms)
     else:
         reducer = from_generator("power_sgd", partial(_init, cfg), partial(_messages, cfg), forms=forms)
     return reducer_schedule(exact(), reducer, start_step) if start_step else reducer

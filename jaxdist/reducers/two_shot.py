@@ -45,6 +45,7 @@ from .base import (
     Reducer,
     Result,
     cast_like,
+    for_real_numbers,
     forms_of,
     from_generator,
     init_draws,
@@ -329,7 +330,8 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
     """
     check_compressor(compressor)
     forms = Forms(no_feedback=_NO_FEEDBACK, no_examples=NO_MAGNITUDES if compressor.scale_free else None)
-    return Reducer(partial(init_draws, seed), partial(_reduce_around_ring, compressor), forms=forms)
+    init = for_real_numbers(partial(init_draws, seed))
+    return Reducer(init, partial(_reduce_around_ring, compressor), forms=forms)
 
 
 def _reduce_around_ring(

@@ -23,6 +23,7 @@ from ..state.marks import (
     axis_tuple,
     bind,
     check_agreed,
+    check_batch_usable,
     check_usable,
     cutting,
     flatten_marks,
@@ -98,7 +99,7 @@ def distribute(
     mapped = _map_step(_Config(step, mesh, axis, batch_specs, check))
     run = jax.jit(mapped, donate_argnums=(0,) if donate else (), static_argnames=tuple(static_argnames))
     # Around the compiled function, since only the host can raise.
-    run = with_skip_checks(run)
+    run = with_skip_checks(run, donates=donate)
     return with_value_checks(run, mesh, axis) if check == "values" and isinstance(mesh, Mesh) else run
 
 
@@ -124,6 +125,7 @@ def evaluate(
     @functools.wraps(run)
     def run_checked(state, batch):
         check_usable(state)
+        check_batch_usable(batch)
         return run(state, batch)
 
     return keep_attributes(run_checked, run)

@@ -14,10 +14,10 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from .._core.compat import varying_axes
-from .._core.trees import leaf_name
+from .._core.trees import is_overwritten, leaf_name
 from .._core.types import AxisNames, PyTree, Shape, State
 
-Resize = Literal["mean", "copy", "zero"]
+Resize = Literal["mean", "copy", "zero", "max"]
 
 # Placeholders for the axes of a two-level group, until the state is bound to names: the last axis, and the others.
 INNER = "<inner>"
@@ -61,8 +61,9 @@ class PerWorker(Mark):
         number when the global arrays are made.
       axis: the mesh axis or axes it differs over; `None`: the axis with which the state is placed.
       resize: what workers get when their number changes: the `"mean"` over the old ones (residuals: the update
-        not yet delivered is the mean), a `"copy"` of worker `i mod W`, or `"zero"`. Workers keep their keys by any
-        rule; of encoded arrays there is a copy in place of the mean.
+        not yet delivered is the mean), a `"copy"` of worker `i mod W`, `"zero"`, or the `"max"` over the old ones.
+        Workers keep their keys by any rule; in place of the mean there is a copy of encoded arrays, and the maximum of
+        the fp8 statistics of flax (`agree_on_maximum`).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -74,8 +75,8 @@ class PerWorker(Mark):
     __slots__ = ("axis", "resize")
 
     def __init__(self, value: Any, *, axis: AxisNames = None, resize: Resize = "mean"):
-        if resize not in ("mean", "copy", "zero"):
-            raise ValueError(f'resize must be "mean", "copy" or "zero", got {resize!r}')
+        if resize not in ("mean", "copy", "zero", "max"):
+            raise ValueError(f'resize must be "mean", "copy", "zero" or "max", got {resize!r}')
         self.value, self.axis = value, axis
         self.resize: Resize = resize
 
@@ -225,7 +226,9 @@ def _flatten_marks(tree: PyTree, *, together: bool) -> list[tuple[MarkedLeaf, bo
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_end):
         if is_mark(node):
             for leaf, bound in _flatten_marks(node.value, together=together):
-                marks = (_copying(node) if bound else node, *leaf.marks)
+                is_statistic = is_overwritten((*path, *leaf.path))
+                rule: Resize | None = "copy" if bound else "max" if is_statistic else None
+                marks = (node if rule is None else _instead_of_mean(node, rule), *leaf.marks)
                 found.append((MarkedLeaf(marks, path + leaf.path, leaf.value), bound))
         elif is_end(node):
             found += [(x._replace(path=path + x.path), True) for x, _ in _flatten_marks(node, together=True)]
@@ -234,10 +237,10 @@ def _flatten_marks(tree: PyTree, *, together: bool) -> list[tuple[MarkedLeaf, bo
     return found
 
 
-def _copying(mark: Any) -> Any:
-    """The mark, with a copy in place of the mean."""
+def _instead_of_mean(mark: Any, rule: Resize) -> Any:
+    """The mark, with another rule in place of the mean."""
     is_mean = isinstance(mark, PerWorker) and mark.resize == "mean"
-    return PerWorker(mark.value, axis=mark.axis, resize="copy") if is_mean else mark
+    return PerWorker(mark.value, axis=mark.axis, resize=rule) if is_mean else mark
 
 
 def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -346,14 +349,29 @@ def view_of(state: State, axes: Sequence[str]) -> WorkerView:
 
 def check_usable(state: State) -> None:
     """Checks that no array of the state has been donated: such an array may end the process, without an exception."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    _check_not_deleted(
+        state,
+        "the state",
+        "an earlier call donated it, since distribute() reuses the memory of the state that it gets. Go on with the "
+        "state that the step returns, state, metrics = step(state, batch), or use distribute(..., donate=False)",
+    )
+
+
+def check_batch_usable(batch: PyTree) -> None:
+    """Checks that no array of a batch has been donated."""
+    _check_not_deleted(
+        batch,
+        "the batch",
+        "an earlier call donated it, or was given a state with the same array. Load it again, or copy it, "
+        "jnp.copy(x), before that call",
+    )
+
+
+def _check_not_deleted(tree: PyTree, whole: str, advice: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            name = f"leaf `{leaf_name(path)}` of the state" if path else "the state"
-            raise ValueError(
-                f"{name} has been deleted: an earlier call donated it, since distribute() reuses the memory of the "
-                "state that it gets. Go on with the state that the step returns, state, metrics = step(state, batch), "
-                "or use distribute(..., donate=False)"
-            )
+            name = f"leaf `{leaf_name(path)}` of {whole}" if path else whole
+            raise ValueError(f"{name} has been deleted: {advice}")
 
 
 def run_in_view(

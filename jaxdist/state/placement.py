@@ -1,5 +1,6 @@
 """The global arrays of a state on a mesh: shardings, creation, resizing, and the model to evaluate."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,10 +13,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._core.checks import check_count
 from .._core.compat import is_on_host
-from .._core.trees import fold_index, is_key, to_device
+from .._core.trees import fold_index, is_key, is_overwritten, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
 from .flax_marks import refuse_lost_marks
-from .marks import OnHost, PerWorker, Sharded, axis_tuple, bind, cutting, is_mark, map_marked, spec_of
+from .marks import OnHost, PerWorker, Sharded, axis_tuple, bind, check_usable, cutting, is_mark, map_marked, spec_of
 
 
 def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
@@ -129,6 +130,7 @@ def place(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
       >>> jd.place({"e": jd.PerWorker(jnp.zeros(3))}, jd.make_mesh({"data": 1}))["e"].value.shape
       (1, 3)
     """
+    check_usable(state)
     refuse_lost_marks(state)
     state = map_marked(partial(_globalize, mesh), bind(state, axis))
     return _place_tree(state, mesh, axis)
@@ -161,6 +163,7 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
         ]
         return refit(marks, to_device(leaf), (*lengths, *leaf.shape[len(marks) :]))
 
+    check_usable(state)
     state = map_marked(resize_leaf, bind(state, axis))
     return _place_tree(state, mesh, axis)
 
@@ -231,6 +234,9 @@ def _resize_workers(leaf: Array | np.ndarray, mark: PerWorker, count: int) -> An
         wide = exact if xp is np else jnp.promote_types(leaf.dtype, jnp.float32)
         mean = leaf.mean(0, dtype=wide).astype(leaf.dtype)
         return xp.broadcast_to(mean, (count, *leaf.shape[1:]))
+    if mark.resize == "max" and jnp.issubdtype(leaf.dtype, jnp.floating):
+        # Row by row: the maximum of an array may lose a NaN on CPU.
+        return xp.broadcast_to(functools.reduce(xp.maximum, leaf), (count, *leaf.shape[1:]))
     if mark.resize == "zero":
         return xp.zeros((count, *leaf.shape[1:]), leaf.dtype)
     return leaf[xp.arange(count) % leaf.shape[0]]
@@ -240,7 +246,8 @@ def consensus(state: State) -> State:
     """The model to evaluate: `PerWorker` leaves averaged over workers, `Sharded` ones unsharded, without marks.
 
     Returns:
-      The tree without marks. Integer leaves take worker 0's value.
+      The tree without marks. Integer leaves take worker 0's value; of the fp8 statistics of flax, and of leaves marked
+      `resize="max"`, it is the maximum.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -248,17 +255,23 @@ def consensus(state: State) -> State:
       [2.0]
     """
 
-    def merge(node):
+    def merge(above, path, node):
         if not is_mark(node):
             return node
         # XLA reads parts of an array in the memory of the device alone.
         inside = jax.tree.map(to_device, node.value) if isinstance(node, OnHost) else node.value
+        path = (*above, *path)
         if isinstance(node, PerWorker) and node.axis != ():
-            # The mean, whatever the mark says about a change of the number of workers.
-            mean = PerWorker(None, axis=node.axis, resize="mean")
-            inside = jax.tree.map(lambda leaf: _resize_workers(leaf, mean, 1)[0], inside)
+            inside = jax.tree_util.tree_map_with_path(partial(_average, node, path), inside)
         if isinstance(node, Sharded):
             inside = inside.reshape(-1)[: math.prod(node.shape)].reshape(node.shape)
-        return jax.tree.map(merge, inside, is_leaf=is_mark)
+        return jax.tree_util.tree_map_with_path(partial(merge, path), inside, is_leaf=is_mark)
 
-    return jax.tree.map(merge, state, is_leaf=is_mark)
+    check_usable(state)
+    return jax.tree_util.tree_map_with_path(partial(merge, ()), state, is_leaf=is_mark)
+
+
+def _average(mark: PerWorker, above: Any, path: Any, leaf: Array | np.ndarray) -> Any:
+    """The mean over workers, whatever the mark says about a change of their number, or the maximum."""
+    rule = "max" if mark.resize == "max" or is_overwritten((*above, *path)) else "mean"
+    return _resize_workers(leaf, PerWorker(None, axis=mark.axis, resize=rule), 1)[0]

@@ -7,6 +7,7 @@ from .averaged import averaged as averaged
 from .local_gradients import per_worker as per_worker
 from .local_value_and_grad import find_unused_parameters as find_unused_parameters
 from .local_value_and_grad import local_value_and_grad as local_value_and_grad
+from .overwritten import agree_on_maximum as agree_on_maximum
 from .quantized_state import quantized_state as quantized_state
 from .skip_nonfinite import TooManySkipsError as TooManySkipsError
 from .skip_nonfinite import check_skips as check_skips

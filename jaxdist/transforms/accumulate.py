@@ -15,6 +15,7 @@ from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
 from ..state.marks import PerWorker, bind, with_value
 from .local_gradients import check_leaves, check_local, scale, with_extra_args
+from .skip_nonfinite import is_guarded
 
 
 class AccumulateState(NamedTuple):
@@ -45,8 +46,8 @@ def accumulate(
     *State*: the state of `tx`; a sum like the parameters in float32 and a number of examples for each worker; a count.
 
     Args:
-      tx: the whole chain, `all_reduce` and the optimizer. `skip_nonfinite` and `dynamic_loss_scale` go inside, and
-        schedules in it count syncs.
+      tx: the whole chain, `all_reduce` and the optimizer. `skip_nonfinite` and `dynamic_loss_scale` go inside, which
+        skip all calls of a sync together (also for a loss `value=` of one of them); schedules in it count syncs.
       steps: the number of calls for one update. `None`: the caller decides in each call with `sync=`.
 
     Returns:
@@ -103,6 +104,11 @@ def _update(
     weighs = examples is not None or active is not None
     # Summed in float32: a sum of half-precision gradients would lose the small ones.
     wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, state.total.value)
+    if extra_args.get("value") is not None and is_guarded(state.inner):
+        # Only the loss of the last call is passed on: a gradient of NaN stands for those of the others.
+        loss = jnp.asarray(extra_args["value"])
+        wide = jax.tree.map(lambda x: jnp.where(jnp.isnan(loss).any(), jnp.nan, x), wide)
+        extra_args["value"] = jnp.where(number > 0, loss, jnp.zeros_like(loss))
     total = jax.tree.map(jnp.add, state.total.value, scale(wide, number) if weighs else wide)
     seen = state.examples.value + number
     count = next_count(state.count)

@@ -9,13 +9,14 @@ import optax
 from optax.contrib import DifferentiallyPrivateAggregateState, HutchinsonState, SAMState
 
 from .._core.compat import mesh_axes_left_over, types_are_checked, varying_axes
-from .._core.dtypes import working_dtype
-from .._core.trees import tree_where
+from .._core.dtypes import explain_dtype, working_dtype
+from .._core.trees import is_overwritten, tree_where
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..reducers.base import NO_FORMS, Forms
 from ..state.marks import PerWorker, Sharded, axis_tuple, flatten_marks, is_mark, name_leaf, with_value
+from .overwritten import explain_overwritten
 
 
 def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> optax.GradientTransformationExtraArgs:
@@ -67,6 +68,8 @@ def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
     refuse_two_sets(tree)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mark)[0]:
         name = jax.tree_util.keystr(path) or "the gradient"
+        if is_overwritten(path):
+            raise ValueError(explain_overwritten(name))
         if isinstance(leaf, Sharded) and sharded:
             leaf = leaf.value
         if isinstance(leaf, Sharded):
@@ -74,7 +77,11 @@ def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
                 f"{name} is Sharded: workers have different parts of it, so it has no mean over workers; "
                 "use zero_redundancy for sharded parameters"
             )
-        if not is_mark(leaf) and not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if is_mark(leaf):
+            continue
+        if problem := explain_dtype(leaf.dtype):
+            raise ValueError(f"{name} has dtype {leaf.dtype}: {problem}")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"{name} has dtype {leaf.dtype}: only floating leaves have gradients to reduce; keep counters and "
                 "random keys out of the parameters, as nnx.split(model, nnx.Param, ...) does, or exclude the leaf "
@@ -226,6 +233,11 @@ def explain_wrapped_communication(state: PyTree) -> str | None:
 
 def explain_difference(state: PyTree, path: Any) -> str:
     """Returns what to do about a leaf of the state, at this path, that differs between workers."""
+    if is_overwritten(path):
+        return (
+            "it is a statistic of fp8, whose next value each worker has found in its own rows: take the maximum, "
+            "gradients = jd.transforms.agree_on_maximum(gradients, params), before it enters the state"
+        )
     # The path may contain the marks or not.
     leaves = zip(jax.tree_util.tree_leaves_with_path(state), flatten_marks(state), strict=True)
     marks = next((leaf.marks for (full, _), leaf in leaves if path in (full, leaf.path)), ())
@@ -235,35 +247,89 @@ def explain_difference(state: PyTree, path: Any) -> str:
             "from chip to chip: average them first, optax.chain(jd.all_reduce(jd.exact(), axis='chip'), ...), with "
             "zero_redundancy(..., reducer=None) inside"
         )
-
     if _has(state, CALLING) and _nodes(state, communicates):
         return (
             "the optimizer calls a function of the parameters, value_fn=, obj_fn= or grad_fn=, that must return the "
             "same on all workers, and so must its gradient: pass jd.transforms.averaged(lambda p: loss_fn(p, batch)); "
             "value= and grad= must be averaged too, jax.lax.pmean(value, 'data')"
         )
-
-    def is_optimizer(node):
-        return isinstance(node, tuple) and type(node).__module__.startswith("optax")
-
-    if any(_nodes(masked.inner_state, communicates) for masked in _nodes(state, _is_masked)):
+    if _leaves_out_parameters(state):
         return (
             "all_reduce inside optax.masked or optax.partition leaves the other leaves as each worker computed them; "
             "put it in front, optax.chain(jd.all_reduce(reducer), optax.masked(...)), and give leaves that are not "
             "trained no reducer, jd.reducers.per_leaf(label_fn, {'trained': reducer, 'frozen': None}); zero_redundancy "
             "takes the mask inside, zero_redundancy(optax.masked(...))"
         )
+    return _explain_order(state, tuple(path))
+
+
+def _explain_order(state: PyTree, path: tuple[Any, ...]) -> str:
+    """What to do about a leaf that differs, by whether a transformation in front of it averages gradients."""
+
+    def is_optimizer(node):
+        return isinstance(node, tuple) and type(node).__module__.startswith("optax")
+
     found = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_optimizer)[0]
     optimizers = [(place, node) for place, node in found if is_optimizer(node)]
-    inside = any(
-        tuple(path[: len(place)]) == place and not _nodes(tuple(node), communicates) for place, node in optimizers
-    )
-    if inside or (optimizers and not _nodes(state, communicates)):
+    outer, where = _find_communication(state, path)
+    # Of a state inside another one, such as that of `zero_redundancy`, `optimizers` has the outer one alone.
+    inside = where == "around" or any(path[: len(place)] == place for place, _ in optimizers)
+    if inside and where == "behind":
+        return (
+            "it is in front of the transformation that averages gradients, and sees those of each worker; begin the "
+            "chain with all_reduce, optax.chain(jd.all_reduce(reducer), optimizer), or let each worker keep its own "
+            "state, optax.chain(jd.transforms.per_worker(...), jd.all_reduce(reducer), ...)"
+        )
+    if (inside and where is None) or (optimizers and not _nodes(state, communicates)):
         return (
             "the optimizer gets gradients that no transformation in front of it has averaged; begin the chain with "
             "all_reduce, optax.chain(jd.all_reduce(reducer), optimizer)"
         )
-    return "mark it PerWorker, or reduce it before it enters the state"
+    if not _nodes(state, communicates):
+        return "mark it PerWorker, or reduce it before it enters the state"
+    beside = (
+        "an extra argument of the update, such as value=loss, a hyperparameter, or a factor that one worker computed: "
+        "average it, jax.lax.pmean(x, axis)"
+    )
+    if inside:
+        return (
+            f"gradients are averaged, as {outer} in front of it says, and what differs comes in beside them: {beside}"
+        )
+    return f"mark it PerWorker, or reduce it before it enters the state; if it is trained, look for {beside}"
+
+
+def _leaves_out_parameters(state: PyTree) -> bool:
+    """Returns whether a transformation that communicates is inside a mask, and some parameters are in no such one."""
+    partitions = _nodes(state, lambda node: isinstance(node, optax.PartitionState))
+    for node in partitions:
+        groups = [bool(_nodes(group, communicates)) for group in _nodes(tuple(node), _is_masked)]
+        if any(groups) and not all(groups):
+            return True
+    elsewhere = _nodes(state, lambda node: _is_masked(node) or isinstance(node, optax.PartitionState))
+    return any(_is_masked(node) and _nodes(node.inner_state, communicates) for node in elsewhere)
+
+
+def _find_communication(state: PyTree, path: tuple[Any, ...]) -> tuple[str, str | None]:
+    """The name of the state that communicates next to a leaf, and whether it is "around", "before" or "behind" it."""
+    found: tuple[str, str | None] = ("", None)
+    node = state
+    while path:
+        if communicates(node):
+            return type(node).__name__, "around"
+        if is_mark(node):
+            node, path = node.value, path[1:] if getattr(path[0], "name", None) == "value" else path
+            continue
+        children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x, node=node: x is not node)
+        place = next((i for i, (key, _) in enumerate(children) if key == path[: len(key)]), None)
+        if place is None:
+            return found
+        # The transformations of a chain, whose state is a plain tuple.
+        for name, others in (("behind", children[place + 1 :]), ("before", children[:place])):
+            nodes = [inner for _, other in others for inner in _nodes(other, communicates)]
+            if type(node) is tuple and nodes and found[1] != "before":
+                found = type(nodes[0]).__name__, name
+        path, node = path[len(children[place][0]) :], children[place][1]
+    return found
 
 
 def _is_masked(node: Any) -> bool:

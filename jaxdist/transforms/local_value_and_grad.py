@@ -11,7 +11,7 @@ from jax import lax
 from .._core.compat import cast_varying, mesh_axes_being_mapped, vary_like
 from .._core.dtypes import working_dtype
 from .._core.jaxprs import propagate
-from .._core.trees import fold_keys
+from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, PyTree
 from ..state.marks import axis_tuple
 
@@ -38,7 +38,8 @@ def local_value_and_grad(
     gradient remains local, in the dtype of the parameters.
 
     With `micro_batches=k` the batch is split into `k` parts along its first dimension, and gradients are summed in one
-    float32 buffer inside a loop: the memory of one part, and one communication, after the last (DDP's `no_sync`).
+    float32 buffer inside a loop: the memory of one part, and one communication, after the last (DDP's `no_sync`). Of
+    the fp8 statistics of flax, which `agree_on_maximum` is for, it takes the maximum over the parts.
 
     *On the wire*: nothing.
 
@@ -97,8 +98,20 @@ def _sum_over_parts(
         return value_and_grad(*changed)
 
     def add_part(total, numbered):
-        out = evaluate_part(*numbered)
-        return jax.tree.map(lambda t, x: t + jnp.asarray(x, t.dtype), total, out), None
+        number, part = numbered
+        value, gradients = evaluate_part(number, part)
+        # The next value of a statistic is the largest of those of all parts, of which the first has none before it.
+        gradients = jax.tree_util.tree_map_with_path(
+            lambda path, t, x: (
+                jnp.where(number == 0, x, jnp.maximum(t, x)).astype(t.dtype)
+                if is_overwritten(path)
+                else t + jnp.asarray(x, t.dtype)
+            ),
+            total[1],
+            gradients,
+        )
+        value = jax.tree.map(lambda t, x: t + jnp.asarray(x, t.dtype), total[0], value)
+        return (value, gradients), None
 
     stack = jax.tree.map(lambda x: _split(x, parts), args[batch])
     shapes = jax.eval_shape(lambda part: evaluate_part(0, part), jax.tree.map(lambda x: x[0], stack))
@@ -107,7 +120,13 @@ def _sum_over_parts(
     # The loss of a replicated batch is replicated, but a sum of local ones is not: type all of it as local.
     zeros = to_varying(zeros, axis)
     total, _ = lax.scan(add_part, zeros, (jnp.arange(parts), stack))
-    return jax.tree.map(lambda t, x: _finish(t, x.dtype, parts), total, shapes)
+    value = jax.tree.map(lambda t, x: _finish(t, x.dtype, parts), total[0], shapes[0])
+    gradients = jax.tree_util.tree_map_with_path(
+        lambda path, t, x: t.astype(x.dtype) if is_overwritten(path) else _finish(t, x.dtype, parts),
+        total[1],
+        shapes[1],
+    )
+    return value, gradients
 
 
 def _value_and_grad(

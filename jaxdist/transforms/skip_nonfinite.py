@@ -12,11 +12,12 @@ import optax
 from jax.core import Tracer
 
 from .._core.checks import Portable, check_count
-from .._core.dtypes import working_dtype
-from .._core.trees import tree_where
+from .._core.dtypes import explain_dtype, widen, working_dtype
+from .._core.trees import leaf_name, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State
 from ..comm.over import over
-from ..state.marks import check_usable
+from ..state.donation import DonationChecks
+from ..state.marks import check_batch_usable, check_usable
 from .all_reduce import LateState
 from .local_gradients import with_extra_args
 
@@ -64,11 +65,13 @@ def skip_nonfinite(
 
     - a gradient is not finite, or so large that the sum of its squares overflows, `|g| > 1.8e19` in float32: a
       residual would keep it, and products and sums of the next steps would overflow instead;
-    - an update, an updated parameter, or a number in the new state of the chain is not finite and was before.
+    - an update, an updated parameter, or a number in the new state of the chain is not finite and was before;
+    - the loss is NaN, if it is passed, `update(gradients, state, params, value=loss)`: that of a label past the end is,
+      and yet its gradient is finite. It may be this worker's or the mean; `tx` gets it too.
 
     The chain always runs, on zeros in place of a bad gradient, so that its collectives happen on all workers; a skipped
-    step's updates are then replaced by zeros and its new state by the old one, residuals included. The gradients of
-    workers with `examples=0` are not checked. Of `all_reduce(delay=1)` a skipped step also drops the last gradient,
+    step's updates are then replaced by zeros and its new state by the old one, residuals included. Gradients and losses
+    of workers with `examples=0` are not checked. Of `all_reduce(delay=1)` a skipped step also drops the last gradient,
     which may be the one that overflows.
 
     Around `local_steps` and `gossip` it would synchronize all workers at every step and defeat their purpose. Inside,
@@ -109,6 +112,8 @@ def skip_nonfinite(
         comm = over(axis)
         # Collectives run on zeros in place of a bad gradient.
         bad = _any(jnp.logical_not(_is_moderate(x)) for x in _inexact(updates))
+        if extra_args.get("value") is not None:
+            bad = bad | jnp.isnan(extra_args["value"]).any()
         clean = jax.tree.map(lambda x: jnp.where(bad, jnp.zeros_like(x), x), updates)
         # Without examples a mean is 0/0; all_reduce leaves it out.
         if extra_args.get("examples") is not None:
@@ -186,8 +191,9 @@ def dynamic_loss_scale(
     """Divides gradients by the scale of the loss, skips steps that overflow on all workers, and adapts the scale.
 
     `loss' = S loss`, so that small gradients do not become zero in float16 (below 6e-8; below 6e-5 they lose digits);
-    `g = grad loss' / S` in float32. If any worker has a gradient that is not finite, all workers skip the step, as in
-    `skip_nonfinite`, and `S` becomes `S / factor`; after `growth_interval` steps without a skip it becomes `factor S`.
+    `g = grad loss' / S` in float32. If any worker has a gradient that is not finite, or a loss `value=` that is NaN,
+    all workers skip the step, as in `skip_nonfinite`, and `S` becomes `S / factor`; after `growth_interval` steps
+    without a skip it becomes `factor S`.
 
     Wrap the whole chain, since clipping, decay and residuals must see gradients of their true size:
 
@@ -234,8 +240,9 @@ def dynamic_loss_scale(
     largest = 2.0**100
 
     def init_fn(params) -> State:
-        # Moments take the dtype of the parameters, but their gradients arrive in float32.
-        wide = jax.tree.map(lambda p: p.astype(working_dtype(p.dtype)), params)
+        # Moments take the dtype of the parameters, but their gradients arrive in float32. What has no gradient, or none
+        # that could be averaged, stays as it is, for the chain to refuse or to leave out.
+        wide = jax.tree.map(lambda p: widen(p) if _has_gradient(p) else p, params)
         return LossScaleState(guarded.init(wide), jnp.asarray(initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -257,21 +264,50 @@ def dynamic_loss_scale(
 def loss_scale(opt_state: State) -> Array:
     """Returns the factor for the loss of this step.
 
+    Raises:
+      ValueError: the state has no `dynamic_loss_scale` inside, or several, which are named.
+
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> float(jd.transforms.loss_scale(jd.transforms.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.zeros(2))))
       32768.0
     """
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LossScaleState)):
-        if isinstance(node, LossScaleState):
-            return node.scale
+    scales = named_loss_scales(opt_state)
+    if len(scales) == 1:
+        return scales[0][1]
+    if scales:
+        raise ValueError(
+            "this optimizer state has a loss scale in each of "
+            f"{', '.join(repr(name) for name, _ in scales)}, and a loss has one: put one around all of them, "
+            "dynamic_loss_scale(optax.partition(...)), or, with a loss for each, pass the state of one"
+        )
     raise ValueError(
         "this optimizer state has no dynamic_loss_scale inside, and so no scale; wrap the chain in dynamic_loss_scale"
     )
 
 
-def with_skip_checks(run: Any) -> Any:
-    """Wraps a compiled step to raise before a call with a donated state, or one that has skipped too many steps."""
+def named_loss_scales(opt_state: State) -> list[tuple[str, Array]]:
+    """The scales in an optimizer state, those inside another one too, with the names of their nodes."""
+    found: list[tuple[str, Array]] = []
+
+    def search(above: tuple[Any, ...], tree: PyTree) -> None:
+        nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, LossScaleState))
+        for path, node in nodes:
+            if isinstance(node, LossScaleState):
+                path = (*above, *path)
+                found.append((leaf_name(path, "this state"), node.scale))
+                search((*path, jax.tree_util.GetAttrKey("inner")), node.inner)
+
+    search((), opt_state)
+    return found
+
+
+def with_skip_checks(run: Any, *, donates: bool = False) -> Any:
+    """Wraps a compiled step to raise before a call with arrays that are gone or that it would donate twice.
+
+    Also before one with a state that has skipped too many steps.
+    """
+    donation = DonationChecks() if donates else None
     # A check waits for the previous step, so it is made only when the limit may have been reached: in every
     # `max_consecutive + 1`-th call while no step is skipped. All processes check in the same calls.
     calls_to_wait = 0
@@ -280,11 +316,17 @@ def with_skip_checks(run: Any) -> Any:
     def run_with_checks(state, batch, **static):
         nonlocal calls_to_wait
         check_usable(state)
+        check_batch_usable(batch)
+        if donation is not None:
+            donation.check(state, batch)
         if calls_to_wait:
             calls_to_wait -= 1
         elif not any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             calls_to_wait = check_skips(state)
-        return run(state, batch, **static)
+        returned = run(state, batch, **static)
+        if donation is not None:
+            donation.remember(returned[0])
+        return returned
 
     return keep_attributes(run_with_checks, run)
 
@@ -306,6 +348,16 @@ def _local_values(counts: PyTree) -> list[np.ndarray]:
 
 def _inexact(tree: PyTree) -> list[Array]:
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def is_guarded(state: State) -> bool:
+    """Returns whether a state has a `skip_nonfinite` inside."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, SkipNonfiniteState))
+    return any(isinstance(node, SkipNonfiniteState) for node in nodes)
+
+
+def _has_gradient(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and explain_dtype(x.dtype) is None
 
 
 def _any(flags: Iterable[Array]) -> Bool[Array, ""]:

@@ -15,7 +15,7 @@ from ..reducers.feedback import ErrorFeedbackState
 from ..state.marks import OnHost, PerWorker, cutting, map_marked
 from .all_reduce import AllReduceState
 from .local_gradients import communicates
-from .skip_nonfinite import LossScaleState, SkipNonfiniteState
+from .skip_nonfinite import SkipNonfiniteState, named_loss_scales
 
 
 def stats(opt_state: State) -> dict[str, Array]:
@@ -28,7 +28,9 @@ def stats(opt_state: State) -> dict[str, Array]:
       reduction, mean over workers) from `with_stats`, `bytes` also from `gossip`, `local_steps`, `noloco`,
       `mirror_descent`, `anytime_minibatch`, `one_bit_adam`, `qadam` and `zero_one_adam`; `rounds` from `local_steps`
       (the sum over fragments) and `noloco`; `skips` from `skip_nonfinite` (the sum over workers that skip
-      independently); `empty` (steps without any example) from `all_reduce`; `loss_scale` from `dynamic_loss_scale`.
+      independently); `empty` (steps without any example) from `all_reduce`; `loss_scale` from `dynamic_loss_scale`, of
+      several of them `loss_scale.NODE` for each. Of several reducers `syncs` is the largest number, and
+      `compression_error` the mean.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -58,9 +60,9 @@ def stats(opt_state: State) -> dict[str, Array]:
         nodes = _nodes(opt_state, kind)
         if nodes:
             found[name] = sum(getattr(node, field).sum() for node in nodes)
-    scaled = _nodes(opt_state, LossScaleState)
-    if scaled:
-        found["loss_scale"] = scaled[0].scale
+    scales = named_loss_scales(opt_state)
+    for name, value in scales:
+        found["loss_scale" if len(scales) == 1 else f"loss_scale.{name}"] = value
     return found
 
 

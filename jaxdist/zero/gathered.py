@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.hashing import cheap_hash
-from .._core.trees import fold_keys
+from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, Like, PRNGKeyArray, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
@@ -24,7 +24,7 @@ EXACT = exact()
 
 
 def shard(params: PyTree, *, smallest: int = 100_000, axis: AxisNames = None) -> PyTree:
-    """Marks large parameters as `Sharded`; those that are marked already stay as they are.
+    """Marks large parameters as `Sharded`; those that are marked already, and fp8 statistics, stay as they are.
 
     Args:
       smallest: leaves with fewer entries stay replicated: gathering them costs latency and saves nothing.
@@ -41,10 +41,12 @@ def shard(params: PyTree, *, smallest: int = 100_000, axis: AxisNames = None) ->
     if smallest < 0:
         raise ValueError(f"smallest must not be negative, got {smallest}")
 
-    def mark_leaf(x: Any) -> Any:
-        return x if is_mark(x) or x.size < smallest else Sharded(x, axis=axis, multiple=MULTIPLE)
+    def mark_leaf(path: Any, x: Any) -> Any:
+        # The gradient of a sharded leaf is a mean, which the next value of a statistic is not.
+        stays = is_mark(x) or is_overwritten(path) or x.size < smallest
+        return x if stays else Sharded(x, axis=axis, multiple=MULTIPLE)
 
-    return jax.tree.map(mark_leaf, params, is_leaf=is_mark)
+    return jax.tree_util.tree_map_with_path(mark_leaf, params, is_leaf=is_mark)
 
 
 def gathered(

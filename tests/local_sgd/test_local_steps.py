@@ -446,6 +446,17 @@ def test_global_params_of_partitioned_parameters_are_whole():
     assert jax.tree.map(np.ndarray.tolist, jax.device_get(found)) == {"w": [1, 1], "b": [0], "n": [3]}
 
 
+def test_global_params_joins_parts_of_several_leaves_and_names_models_that_are_no_parts():
+    local = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=2, axis=None)
+    params = {"a": {"w": jnp.ones(2), "b": None}, "c": [jnp.full(1, 3.0)]}
+    parted = optax.partition({"x": local, "y": local}, {"a": "x", "c": "y"}).init(params)
+    found = jd.local_sgd.global_params(parted)
+    assert jax.tree.map(np.ndarray.tolist, jax.device_get(found)) == {"a": {"w": [1, 1], "b": None}, "c": [[3]]}
+    for second in (params, {"other": jnp.ones(1)}):
+        with pytest.raises(ValueError, match="models of local_steps in 'critic', 'player', which are not"):
+            jd.local_sgd.global_params({"player": local.init(params), "critic": local.init(second)})
+
+
 def test_all_workers_take_the_steps_of_the_warm_up():
     """One that rests there would begin the first round elsewhere."""
     drawn, active = targets(6, 2), np.ones((6, 2), bool)

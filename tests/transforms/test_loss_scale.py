@@ -139,3 +139,18 @@ def test_refusals():
         jd.transforms.dynamic_loss_scale(optax.adam(0.1), factor=1.0)
     with pytest.raises(ValueError, match="no dynamic_loss_scale inside"):
         jd.transforms.loss_scale(optax.adam(0.1).init(start()))
+
+
+def test_several_scales_are_named():
+    """The loss has one factor: that of the first group made the steps of the others too long."""
+    group = jd.transforms.dynamic_loss_scale(optax.sgd(0.1), initial=16.0, axis=None)
+    tx = optax.partition({"a": group, "b": group}, {"w": "a", "v": "b"})
+    state = tx.init({"w": jnp.zeros(2), "v": jnp.zeros(1)})
+    with pytest.raises(ValueError, match=r"in each of 'inner_states\.a\.inner_state', 'inner_states\.b\.inner_state'"):
+        jd.transforms.loss_scale(state)
+    found = jd.transforms.stats(state)
+    assert float(found["loss_scale.inner_states.a.inner_state"]) == 16.0
+    nested = jd.transforms.dynamic_loss_scale(group, axis=None).init(jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"in each of 'this state', 'inner\.inner'"):
+        jd.transforms.loss_scale(nested)
+    assert float(jd.transforms.loss_scale(nested.inner)) == 16.0

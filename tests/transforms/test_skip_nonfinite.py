@@ -246,3 +246,66 @@ def test_the_norm_of_residuals_inside_of_local_steps(axis):
     state, _ = jd.simulate(step, sizes, axis=axes)(state, jnp.zeros(6))
     # Three of four ones are left behind on each worker.
     np.testing.assert_allclose(jd.transforms.stats(state["opt"])["residual_norm"], 3**0.5, rtol=1e-6)
+
+
+def label_loss(params, batch):
+    """NaN for a label past the end, with a gradient that is finite."""
+    return optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"], batch["label"]).mean()
+
+
+def label_step(tx, *, shared=False, weighs=False):
+    def step(state, data):
+        loss, gradients = jd.local_value_and_grad(label_loss)(state.params, data)
+        mean = jax.lax.pmean(loss, "data")
+        extras = {"value": mean if shared else loss, **({"examples": data["number"][0]} if weighs else {})}
+        updates, opt = tx.update(gradients, state.opt, state.params, **extras)
+        return TrainState(optax.apply_updates(state.params, updates), opt), {"loss": mean}
+
+    return step
+
+
+def label_batch(last):
+    label = np.array([0, 1, 2, 1, last, 0, 1, 2])
+    return {"x": np.ones((8, 4), np.float32), "label": label, "number": np.array([2, 2, 0, 2])}
+
+
+LABEL_CHAINS = {
+    "skip": lambda chain: jd.skip_nonfinite(chain),
+    "loss scale": lambda chain: jd.transforms.dynamic_loss_scale(chain),
+    "accumulated": lambda chain: jd.accumulate(jd.skip_nonfinite(chain), 2),
+}
+
+
+@pytest.mark.parametrize("name", LABEL_CHAINS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_whose_loss_is_nan_does_not_happen(name, shared):
+    tx = LABEL_CHAINS[name](optax.chain(jd.all_reduce(jd.exact()), optax.adam(0.1)))
+    state = jd.place(TrainState({"w": jnp.zeros((4, 3))}, tx.init({"w": jnp.zeros((4, 3))})), 4)
+    run = jd.simulate(label_step(tx, shared=shared), 4)
+    for last, moved, skips in ((5, False, 1), (1, True, 1)):
+        bad_and_good = (last, 1) if name == "accumulated" else (last,)  # the loss of the last call is finite
+        for label in bad_and_good:
+            state, metrics = run(state, label_batch(label))
+            assert bool(jnp.isfinite(metrics["loss"])) == (label < 3)
+        assert bool(jnp.any(state.params["w"] != 0)) == moved
+        assert int(jd.transforms.stats(state.opt)["skips"]) == skips
+
+
+@pytest.mark.parametrize("name", ["skip", "accumulated"])
+def test_the_loss_of_a_worker_without_examples_does_not_count(name):
+    tx = LABEL_CHAINS[name](optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1)))
+    state = jd.place(TrainState({"w": jnp.zeros((4, 3))}, tx.init({"w": jnp.zeros((4, 3))})), 4)
+    run = jd.simulate(label_step(tx, weighs=True), 4)
+    for _ in range(2):
+        state, _ = run(state, label_batch(5))
+    assert int(jd.transforms.stats(state.opt)["skips"]) == 0
+    assert bool(jnp.any(state.params["w"] != 0))
+
+
+def test_each_worker_skips_by_the_loss_of_its_own_local_step():
+    inner = jd.skip_nonfinite(optax.sgd(0.1), axis=None)
+    tx = jd.local_steps(inner, optax.sgd(1.0), sync_period=10)
+    params = {"w": jnp.zeros((4, 3))}
+    state = jd.place(TrainState(jd.PerWorker(params), tx.init(params)), 4)
+    state, _ = jd.simulate(label_step(tx), 4)(state, label_batch(5))
+    assert [bool(jnp.any(x != 0)) for x in state.params.value["w"]] == [True, True, False, True]

@@ -1,0 +1,40 @@
+"""Leaves whose dtype has no mean: refused by their own name, by transformations, reducers and the gradient."""
+
+import jax.numpy as jnp
+import pytest
+from register import CASES
+from test_overwritten import TX
+
+import jaxdist as jd
+
+REASONS = {
+    "complex64": "keep the real and the imaginary part",
+    "float8_e4m3fn": "keep the parameters in bfloat16 or float32",
+    "float4_e2m1fn": "keep the parameters in bfloat16 or float32",
+    "int4": "quantized parameters have no gradient",
+}
+
+
+def params_of(dtype):
+    return {"a": {"w": jnp.ones((4, 2)).astype(jnp.dtype(dtype))}}
+
+
+@pytest.mark.parametrize("dtype", REASONS)
+@pytest.mark.parametrize("name", TX)
+def test_transformations_name_leaf_and_reason(name, dtype):
+    with pytest.raises(ValueError, match=rf"\['a'\]\['w'\] has dtype {dtype}: .*{REASONS[dtype]}"):
+        TX[name].init(params_of(dtype))
+
+
+@pytest.mark.parametrize("dtype", REASONS)
+def test_every_reducer_names_leaf_and_reason(dtype):
+    for case in CASES.values():
+        with pytest.raises(ValueError, match=rf"\['w'\] has dtype {dtype}: .*{REASONS[dtype]}"):
+            case.make().init(params_of(dtype))
+
+
+def test_gradients_of_another_dtype_are_refused_too():
+    tx, params = jd.all_reduce(jd.exact(), axis=None), {"w": jnp.ones(2)}
+    gradient = {"w": jnp.ones(2, jnp.complex64)}
+    with pytest.raises(ValueError, match=r"has dtype complex64: .*jax\.lax\.complex"):
+        tx.update(gradient, tx.init(params), params)
