@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import DTypeLike, Num
+from jaxtyping import DTypeLike, Inexact, Num
 
 from .types import Array, Float, Int
 
@@ -155,7 +155,7 @@ def _sum_long_rows(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
     return jnp.sum(sums, axis=1, keepdims=True)
 
 
-def add_rows(rows: Float[Array, "count ..."]) -> Float[Array, "..."]:
+def add_rows(rows: Inexact[Array, "count ..."]) -> Inexact[Array, "..."]:
     """The sum over the first dimension, of at least one row of float32 or wider."""
     # XLA:CPU adds slices as vectors, and fuses conversions; its reduction over the first dimension takes 4 to 18 times
     # as long, and with conversions from 16 bits on several devices of one process 70 times.

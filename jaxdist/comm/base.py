@@ -23,16 +23,28 @@ class Comm(NamedTuple):
     On CPU two workers gather, exchange and permute arrays of 256 KiB or more by an all-reduce of words, which sends the
     same bytes and is the only collective that uses both directions of a link at once (`comm/pair.py`).
 
+    *Gradients*. Each worker has a loss of its own, as in `local_value_and_grad`, and its gradient is that of the sum of
+    all workers' losses with respect to its own array: a collective is differentiated by its transpose. With cotangents
+    `c_v` on the workers v, that of `sum` is `Σ_v c_v` and of `mean` `Σ_v c_v / W`; of `all_gather` it is `Σ_v c_v[w]` on
+    worker w, `agreed` or not; the others send the cotangents back. Workers that share the maximum share its gradient
+    `Σ_v c_v` equally, in a composed group level by level. This is so on a mesh with `check="types"` and
+    `check="values"`, and in simulation; where types are checked, the array and the loss must vary over the workers, as
+    `local_value_and_grad` makes them.
+
+    *Dtypes*. All are sent but numbers of less than 4 bits and `float4_e2m1fn`, which raise `TypeError`, as does what
+    cannot be added or compared. Integers wrap around in sums, and have a mean in float32.
+
     Attributes:
       size: the number of workers `W`.
       index: this worker's number, `Int[Array, ""]`.
       mean: the mean over workers, replicated. `2(W-1)/W` times the bytes are sent.
       sum: the sum, replicated; the same bytes.
-      max: the maximum, replicated; the same bytes.
+      max: the maximum, replicated; the same bytes. NaN of one worker is NaN for all, and 0 is larger than -0.
       all_gather: `[*s] -> [W, *s]`, replicated; `W-1` times the bytes. `all_gather(x, agreed=False)` types it as
-        varying and averages its gradient by `reduce_scatter_mean`.
+        varying: then its gradient is a reduce-scatter, and otherwise an all-reduce where types are checked.
       all_to_all: `[W, *s] -> [W, *s]`, row `j` goes to worker `j`; `(W-1)/W` times the bytes.
-      reduce_scatter_mean: `[W, *s] -> [*s]`, the mean of all workers' rows for this worker; `(W-1)/W` times the bytes.
+      reduce_scatter_mean: `[W, *s] -> [*s]`, the mean of all workers' rows for this worker, of floats or complex
+        numbers; `(W-1)/W` times the bytes.
       ppermute: `ppermute(x, [(source, destination), ...])`; workers that are not a destination receive zeros. Sends
         the array once for each pair of different workers.
       varying: types a value as differing between workers; no bytes.

@@ -135,7 +135,8 @@ def random_k(density: float, *, unbiased: bool = False) -> Compressor:
     `C(x)_i = x_i` for i in S, else 0, with S uniform among the subsets of `k = max(1, round(density d))` entries.
     `E|C(x) - x|² = (1 - k/d) |x|²`: δ = k/d. With `unbiased`, kept entries are multiplied by d/k and
     `E|C(x) - x|² = (d/k - 1) |x|²`: ω = d/k - 1. A product above the largest number of the dtype becomes that number:
-    finite, with a smaller error, and no longer unbiased.
+    finite, with a smaller error, and no longer unbiased. NaN of an entry that is not drawn is not sent: check for it
+    before.
 
     On the wire: k values in the dtype of x, and 16 bytes of seed. Positions are not sent: each worker computes them
     from the seed, which is sent as four floats of one byte each, so that the average of equal seeds is the seed.

@@ -55,7 +55,8 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
     `1 / (4 α² W)` per entry, adds up to `|mean|² / (2 scale²)`. Codes are clipped to `±⌊127/W⌋` (8 bits), so that no
     sum can overflow. What is clipped is missing from `own` too: the law is exact, unbiased as long as nothing clips,
     and error feedback around it delivers the rest later. It needs no contraction there: the error of an entry is below
-    `1/α` for any input. Integers have no NaN: it is sent as 0, so check for it before (`skip_nonfinite`).
+    `1/α` for any input. Integers have no NaN: it is sent as 0, and infinity as the largest code, so check
+    for them before (`skip_nonfinite`).
 
     *On the wire*: one all-reduce of int8 (or int32), `2(W-1)/W · n` (or `4 n`) bytes sent; the first step, without
     statistics, is a mean in the dtype of the updates.

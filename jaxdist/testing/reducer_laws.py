@@ -20,6 +20,7 @@ from ..runtime.simulate import simulate
 from ..state.marks import PerWorker, Sharded, is_mark, name_leaf
 from ..state.placement import init_state
 from ..wire.flat import length
+from .compressor_laws import ENTRIES, NOT_FINITE
 
 LIKE = {
     "matrix": jax.ShapeDtypeStruct((8, 6), jnp.float32),
@@ -68,6 +69,7 @@ def assert_reducer_laws(
     tolerance: float = 1e-5,
     dtypes: Sequence[DTypeLike] = DTYPES,
     key: PRNGKeyArray | None = None,
+    loses_nan: bool = False,
 ) -> None:
     """Asserts that a reducer keeps its laws, for simulated workers with Gaussian updates.
 
@@ -78,9 +80,10 @@ def assert_reducer_laws(
     gets back its own contribution. Law "telescoping": after each step, all that the means have lacked so far is in the
     server residuals, the `Sharded` leaves of the state; the totals over all entries are equal, and no entry lacks more
     than the residuals hold. Law "unbiased": the mean lacks nothing on average, over 200 steps and up to five standard
-    errors. Zeros give finite means. If error feedback accepts the reducer and the law is not merely "unbiased", the
-    outputs telescope: the sum of the means, the mean residual and the server residuals make up the sum of the mean
-    updates.
+    errors. Zeros give finite means. NaN or infinity of one worker, in the first matrix or vector of `like` with 5,000
+    entries, gives a mean that is not finite, in error feedback too. If error feedback accepts the reducer and the law
+    is not merely "unbiased", the outputs telescope: the sum of the means, the mean residual and the server residuals
+    make up the sum of the mean updates.
 
     Args:
       reducer: the reducer under test.
@@ -91,6 +94,7 @@ def assert_reducer_laws(
       tolerance: relative to the largest update. Sums in half precision need more: 2e-3 for float16.
       dtypes: of the updates, for the laws on shapes and dtypes; the others are checked in float32.
       key: of the updates.
+      loses_nan: true for a reducer that does not keep NaN and infinity, as its docstring should say.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -119,6 +123,8 @@ def assert_reducer_laws(
         single, _ = jax.jit(lambda x: reducer.reduce(x, reducer.init(like), group.single, NO_EXTRAS))(mine)
         _close("one worker: mean == own", single.mean, single.own, tolerance * scale)
 
+    if not loses_nan:
+        _check_not_finite(reducer, group, like)
     try:
         form = contraction_of(reducer)
     except ValueError:
@@ -130,6 +136,8 @@ def assert_reducer_laws(
             lambda x, mean, e: (x.mean(1) - mean).sum(0) - e, run.inputs, run.means, _mean(run.state.residual.value, 0)
         )
         _check_held("feedback telescopes", undelivered, run.server[-1], tolerance * scale * steps)
+    if not loses_nan:
+        _check_not_finite(error_feedback(reducer), group, like)
 
 
 def _check_law(reducer: Reducer, run: _Run, run_many: Callable[[], _Run], tolerance: float) -> None:
@@ -151,6 +159,26 @@ def _check_law(reducer: Reducer, run: _Run, run_many: Callable[[], _Run], tolera
             bound = 25 * float(jnp.sum(jnp.square(noise))) / DRAWS**2 + tolerance**2
             bias = float(jnp.sum(jnp.square(noise.mean(0))))
             _law("unbiased", bias <= bound, f"{name_leaf('the leaf', path)} is off by {bias**0.5:.3g} on average")
+
+
+def _check_not_finite(reducer: Reducer, group: _Group, like: PyTree) -> None:
+    """Checks that the mean shows what is not finite, in the second step: the first one is often exact."""
+    leaves, structure = jax.tree.flatten(like)
+    # By the number of dimensions: matrices and vectors may go different ways.
+    found = {min(len(leaf.shape), 2): i for i, leaf in reversed(list(enumerate(leaves))) if math.prod(leaf.shape) > 1}
+    for dimensions, i in found.items():
+        shape = (ENTRIES,) if dimensions == 1 else (100, ENTRIES // 100)
+        leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
+    run_on = _make_runner(reducer, group, structure.unflatten(leaves))
+    clean = _gaussian(structure.unflatten(leaves), group.count, jax.random.key(0))
+    for value in NOT_FINITE:
+        for i in found.values():
+            batch = jax.tree.leaves(clean)
+            # Of the last worker, whose processes tell apart what wins.
+            batch[i] = batch[i].at[(-1, *(-2 for _ in leaves[i].shape))].set(value)
+            mean = jax.tree.map(lambda x: x[1], run_on([clean, structure.unflatten(batch)]).means)
+            detail = f"{value} among the entries of a leaf {leaves[i].shape} of one worker"
+            _law("what is not finite gives a mean that is not", not _finite(mean), detail)
 
 
 def _check_held(name: str, lacking: PyTree, held: Sequence[float], tolerance: float) -> None:

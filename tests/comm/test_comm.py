@@ -172,3 +172,99 @@ def test_an_unbound_axis_is_named():
     with pytest.raises(ValueError, match=r"\('pod', 'data'\) is not bound"):
         jax.vmap(lambda x: over(("pod", "data")).mean(x), axis_name="data")(jnp.ones(4))
     assert over(None).size == over(()).size == 1
+
+
+# A row for each worker, a column for each case.
+EXTREMES = np.full((8, 5), -np.inf, np.float32)
+EXTREMES[:3] = [
+    [1.0, np.nan, -np.inf, -0.0, 5e4],
+    [np.inf, 2.0, -1.0, 0.0, -5e4],
+    [-np.nan, 7.0, 3.0, -0.0, 1.0],
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2"])
+@pytest.mark.parametrize("name", ["one axis", "nested", "parts"])
+def test_nan_wins_every_maximum(name, dtype):
+    """And 0 is larger than -0; whichever worker has it, on a mesh and in simulation. `lax.pmax` may lose NaN."""
+    axes, make, groups = GROUPS[name]
+    mesh = jd.make_mesh({"data": 8} if axes == ("data",) else {"pod": 2, "chip": 4})
+
+    def one(x):
+        return make().varying(make().max(x))
+
+    place = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))
+    simulate = jax.jit(functools.reduce(lambda f, axis: jax.vmap(f, axis_name=axis), reversed(axes), one))
+    sizes = [mesh.shape[axis] for axis in axes]
+    for turn in range(8):
+        rows = jnp.asarray(np.roll(EXTREMES, turn, 0)).astype(dtype)
+        on_mesh, simulated = place(rows), simulate(rows.reshape(*sizes, -1)).reshape(rows.shape)
+        assert on_mesh.dtype == simulated.dtype == jnp.dtype(dtype)
+        for found in (on_mesh, simulated):
+            for members in groups:
+                wide = np.asarray(rows.astype(jnp.float32))[list(members)]
+                wanted = wide.max(0)
+                wanted[3] = 0.0 if not np.signbit(wide[:, 3]).all() else -0.0
+                got = np.asarray(found.astype(jnp.float32))[list(members)]
+                np.testing.assert_array_equal(got, np.broadcast_to(wanted, got.shape))
+                assert (np.signbit(got[:, 3]) == np.signbit(wanted[3])).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "functions", "message"),
+    [
+        ("complex64", ("max",), "numbers with an order, got complex64"),
+        ("float8_e4m3fnuz", ("max",), "does not know the order of float8_e4m3fnuz"),
+        ("float8_e8m0fnu", ("sum", "mean", "reduce_scatter_mean"), "cannot add float8_e8m0fnu, which has no zero"),
+        ("float8_e8m0fnu", ("ppermute",), "cannot send float8_e8m0fnu, which has no zero"),
+        ("float4_e2m1fn", ("sum", "max", "all_gather", "all_to_all", "ppermute"), "cannot send float4_e2m1fn"),
+        ("int2", ("sum", "max", "all_gather", "all_to_all", "ppermute"), "cannot send int2"),
+        ("int32", ("reduce_scatter_mean",), "needs floats, got int32"),
+        ("key<fry>", ("sum", "mean"), "cannot add random keys"),
+        ("key<fry>", ("max",), "numbers with an order, got key<fry>"),
+    ],
+)
+def test_dtypes_that_cannot_be_sent_are_named(mesh, dtype, functions, message):
+    keys = dtype.startswith("key")
+    x = jax.random.split(jax.random.key(0), (8, 8)) if keys else jax.ShapeDtypeStruct((8, 8), dtype)
+    for name in functions:
+
+        def one(x, name=name):
+            options = ([(0, 1)],) if name == "ppermute" else ()
+            return getattr(over("data"), name)(x, *options)
+
+        with pytest.raises(TypeError, match=message):
+            jax.eval_shape(jax.vmap(one, axis_name="data"), x)
+        with pytest.raises(TypeError, match=message):
+            jax.eval_shape(jax.shard_map(lambda x, f=one: f(x[0]), mesh=mesh, in_specs=P("data"), out_specs=P()), x)
+
+
+def test_complex_numbers_keys_and_narrow_numbers_are_added_and_sent(mesh):
+    """Small integers have means that do not wrap around, and 8-bit floats are added in float32."""
+    z = np.random.default_rng(0).normal(size=(8, 8, 2)).astype(np.complex64) * (1 - 2j)
+    narrow = jnp.full((8, 3), 1.0, jnp.float8_e4m3fn).at[0].set(16)
+    keys = jax.random.split(jax.random.key(0), 8)
+    small = jnp.full((8, 2), 100, jnp.int8)
+
+    def one(z, narrow, key, small):
+        comm = over("data")
+        sums = comm.sum((z, narrow)), comm.mean((z, narrow, small))
+        moved = comm.all_to_all(z), comm.reduce_scatter_mean(z), comm.ppermute(z, turned(8))
+        return comm.varying((*sums, moved, jax.random.key_data(comm.all_gather(key))))
+
+    def on_mesh(*rows):
+        return jax.tree.map(lambda a: a[None], one(*(row[0] for row in rows)))
+
+    place = jax.shard_map(on_mesh, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for f in (place, jax.vmap(one, axis_name="data")):
+        (sum_z, sum_narrow), (mean_z, mean_narrow, mean_small), moved, gathered = jax.jit(f)(z, narrow, keys, small)
+        for found, wanted in ((sum_z, z.sum(0)), (mean_z, z.mean(0))):
+            np.testing.assert_allclose(found, np.broadcast_to(wanted, z.shape), rtol=1e-4, atol=1e-4)
+        for found, wanted in zip(moved, (np.swapaxes(z, 0, 1), z.mean(0), np.roll(z, 1, 0)), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+        # 23 and 2.875 are halfway between two numbers of this format, and go to the even ones.
+        assert np.asarray(sum_narrow, np.float32).tolist() == [[24.0] * 3] * 8
+        assert np.asarray(mean_narrow, np.float32).tolist() == [[3.0] * 3] * 8
+        assert mean_small.tolist() == [[100.0] * 2] * 8
+        np.testing.assert_array_equal(gathered[3], jax.random.key_data(keys))

@@ -23,7 +23,8 @@ sampled = pytest.mark.sampled(SAMPLE)
 @each_code
 def test_compressors_keep_their_laws(name):
     code = CODES[name]
-    assert_compressor_laws(code.make(), shapes=[(37,)], dtypes=[jnp.float32, jnp.float16], magnitudes=code.magnitudes)
+    like = {"shapes": [(37,)], "dtypes": [jnp.float32, jnp.float16]}
+    assert_compressor_laws(code.make(), **like, magnitudes=code.magnitudes, loses_nan=code.loses_nan)
 
 
 @pytest.mark.sampled(3)
@@ -79,6 +80,7 @@ def test_reducers_keep_their_laws(name, request):
         like=like,
         tolerance=max(case.tolerance, 1e-5),
         dtypes=dtypes,
+        loses_nan=case.loses_nan,
     )
 
 

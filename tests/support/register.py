@@ -31,6 +31,7 @@ class Code(NamedTuple):
     make: Callable[[], jd.compressors.Compressor]
     bytes: Callable[[int], int]
     magnitudes: tuple[float, float] = MAGNITUDES
+    loses_nan: bool = False
 
 
 class Case(NamedTuple):
@@ -44,6 +45,7 @@ class Case(NamedTuple):
       levels: of the group of workers.
       unused: `unused(W)`, bytes of what is asked for and then dropped by the compiler: the gather of an `own` that
         nothing reads.
+      loses_nan: says that NaN and infinity of one worker may not be in the mean.
     """
 
     make: Callable[[], jd.reducers.Reducer]
@@ -52,6 +54,7 @@ class Case(NamedTuple):
     tolerance: float = 1e-6
     levels: int = 1
     unused: Callable[[int], float] = lambda w: 0.0
+    loses_nan: bool = False
 
 
 def turn(name: str, count: int) -> int:
@@ -153,10 +156,13 @@ CODES = {
         lambda n: qsgd_bytes(4, 512)(kept(0.5, n)) + position_bytes(kept(0.5, n), n),
     ),
     "random_k of float16": Code(
-        lambda: jc.chained(jc.random_k(0.3), jc.cast(jnp.float16)), lambda n: 2 * kept(0.3, n) + 16, FLOAT16
+        lambda: jc.chained(jc.random_k(0.3), jc.cast(jnp.float16)),
+        lambda n: 2 * kept(0.3, n) + 16,
+        FLOAT16,
+        loses_nan=True,
     ),
-    "random_k": Code(lambda: jc.random_k(0.3), lambda n: 4 * kept(0.3, n) + 16),
-    "random_k unbiased": Code(lambda: jc.random_k(0.3, unbiased=True), lambda n: 4 * kept(0.3, n) + 16),
+    "random_k": Code(lambda: jc.random_k(0.3), lambda n: 4 * kept(0.3, n) + 16, loses_nan=True),
+    "random_k unbiased": Code(lambda: jc.random_k(0.3, unbiased=True), lambda n: 4 * kept(0.3, n) + 16, loses_nan=True),
     "qsgd 2": Code(lambda: jc.qsgd(2, bucket=8), qsgd_bytes(2, 8)),
     "qsgd 3": Code(lambda: jc.qsgd(3, bucket=16), qsgd_bytes(3, 16)),
     "qsgd 4": Code(lambda: jc.qsgd(4), qsgd_bytes(4, 512)),
@@ -172,7 +178,7 @@ CODES = {
     ),
     "scaled_sign": Code(jc.scaled_sign, lambda n: words(n) + 4),
     "scaled_sign in buckets": Code(lambda: jc.scaled_sign(bucket=16), lambda n: words(n) + 4 * -(-n // 16)),
-    "sign": Code(jc.sign, words),
+    "sign": Code(jc.sign, words, loses_nan=True),
     "one_bit": Code(jc.one_bit, lambda n: words(n) + 4),
     "drive": Code(lambda: jc.drive(block=64), rotated_bytes(64)),
     "terngrad": Code(jc.terngrad, lambda n: words(2 * n) + 4),
@@ -288,7 +294,7 @@ CASES = {
         [GATHER],
     ),
     "random_k unbiased": Case(
-        lambda: by_code("random_k unbiased"), all_reduced(code_bytes("random_k unbiased")), [REDUCE]
+        lambda: by_code("random_k unbiased"), all_reduced(code_bytes("random_k unbiased")), [REDUCE], loses_nan=True
     ),
     "qsgd 4": Case(lambda: by_code("qsgd 4"), gathered(code_bytes("qsgd 4")), [GATHER]),
     "feedback of top_k": Case(
@@ -348,9 +354,13 @@ CASES = {
         lambda: two_shots("scaled_sign", second=CODES["top_k"].make()), shots("scaled_sign", "top_k"), SHOTS
     ),
     "feedback of two_shot": Case(lambda: jd.error_feedback(two_shots("scaled_sign")), shots("scaled_sign"), SHOTS),
-    "majority_vote": Case(jd.reducers.majority_vote, lambda w: 2 * (w - 1) * -(-TOTAL // (8 * w)), SHOTS, tolerance=0),
-    "median": Case(jd.reducers.median, gathered(4 * TOTAL), [("all-gather", "float32")]),
-    "trimmed_mean": Case(lambda: jd.reducers.trimmed_mean(1), gathered(4 * TOTAL), [("all-gather", "float32")]),
+    "majority_vote": Case(
+        jd.reducers.majority_vote, lambda w: 2 * (w - 1) * -(-TOTAL // (8 * w)), SHOTS, tolerance=0, loses_nan=True
+    ),
+    "median": Case(jd.reducers.median, gathered(4 * TOTAL), [("all-gather", "float32")], loses_nan=True),
+    "trimmed_mean": Case(
+        lambda: jd.reducers.trimmed_mean(1), gathered(4 * TOTAL), [("all-gather", "float32")], loses_nan=True
+    ),
     "ring": Case(
         lambda: jd.reducers.ring(CODES["qsgd 8 l2"].make()),
         lambda w: 2 * (w - 1) * CODES["qsgd 8 l2"].bytes(-(-TOTAL // w)),
@@ -358,7 +368,7 @@ CASES = {
     ),
     "loco": Case(lambda: jd.reducers.loco(two_shots("qsgd 4"), block=32), shots("qsgd 4"), SHOTS),
     # The first step is dense; `test_integers.py` has the others.
-    "intsgd": Case(jd.reducers.intsgd, all_reduced(4 * TOTAL), [REDUCE]),
+    "intsgd": Case(jd.reducers.intsgd, all_reduced(4 * TOTAL), [REDUCE], loses_nan=True),
     "integer_sum": Case(jd.reducers.integer_sum, all_reduced(4 * len(SIZES) + TOTAL), [("all-reduce", "int8"), REDUCE]),
     "reducer_schedule": Case(
         lambda: jd.reducers.reducer_schedule(jd.exact(), jd.error_feedback(by_code("top_k")), 1),

@@ -1,4 +1,4 @@
-"""Runs a script of `tests/processes` in two processes and collects what they print."""
+"""Runs a script of `tests/support/scripts` in two processes, or more, and collects what they print."""
 
 import json
 import os
@@ -8,12 +8,12 @@ import sys
 from paths import REPOSITORY, SUPPORT
 
 
-def run_two_processes(script, folder, *cases, timeout):
+def run_two_processes(script, folder, *cases, timeout, count=2):
     """Returns the JSON value that each process printed after `RESULT`; the script is given the folder and the cases."""
     flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--logs", str(folder / "logs")]
+    command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", str(count), "--logs", str(folder / "logs")]
     command += [str(SUPPORT / "scripts" / script), str(folder), *cases]
     subprocess.run(command, env=environment, check=True, timeout=timeout, stdout=subprocess.DEVNULL)
-    texts = [(folder / "logs" / f"{number}.log").read_text() for number in range(2)]
+    texts = [(folder / "logs" / f"{number}.log").read_text() for number in range(count)]
     return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for text in texts]

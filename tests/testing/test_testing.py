@@ -96,6 +96,7 @@ BROKEN = {
     "mean: mean": averaging(lambda x: 2 * x)._replace(law=Law.MEAN),
     "telescoping: server residuals": holding(kept=0.9),
     "unbiased": averaging(lambda x: 0.99 * x)._replace(law=Law.UNBIASED),
+    "what is not finite": averaging(lambda x: jnp.where(jnp.isinf(x), 0, x)),
 }
 
 
