@@ -133,9 +133,10 @@ def plan(
     known |= {"parameters": parameters_of(workload)}
     moved, waited, notes = 0.0, 0.0, ()
     try:
-        compiled = None
-        if offload is None or offload.folder is not None or _has_host_memory(mesh):
-            compiled = _compile(traced.lower(), target, compiler_options, may_fail=offload is not None)
+        if offload is None or offload.folder is not None:
+            compiled = _compile(traced.lower(), target, compiler_options)
+        else:
+            compiled = _compile_on_host(traced, target, compiler_options, mesh)
         if compiled is None:
             # The same step with its state on the device, which is then counted where it will be.
             moved = sum(traced.bytes[HOST].values())
@@ -190,10 +191,13 @@ class _OutOfMemoryError(Exception):
     """The compiler refused a program that does not fit."""
 
 
+class _CompilerError(ValueError):
+    """The compiler failed."""
+
+
 def _compile(
-    lowered: jax.stages.Lowered, target: str, compiler_options: Mapping[str, Any] | None, *, may_fail: bool = False
-) -> jax.stages.Compiled | None:
-    """Compiles; where the compiler fails, raises ValueError in one line or returns None."""
+    lowered: jax.stages.Lowered, target: str, compiler_options: Mapping[str, Any] | None
+) -> jax.stages.Compiled:
     try:
         return lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
     except Exception as error:
@@ -202,12 +206,22 @@ def _compile(
             raise ValueError(f"--xla: {_shorten(error)}") from error
         if "RESOURCE_EXHAUSTED" in str(error):
             raise _OutOfMemoryError(str(error)) from error
-        if may_fail:
-            return None
-        raise ValueError(
+        raise _CompilerError(
             f"the compiler of {target} failed: {_shorten(error)}; try another --reducer, --zero or --offload to find "
             "the part that it does not take, or other versions of jax and its plugin. JAXDIST_TRACEBACK=1 shows all"
         ) from error
+
+
+def _compile_on_host(
+    traced: _Traced, target: str, compiler_options: Mapping[str, Any] | None, mesh: jax.sharding.Mesh
+) -> jax.stages.Compiled | None:
+    """Compiles a step with its state in host memory; None if the target's compiler does not take that."""
+    if not _has_host_memory(mesh):
+        return None
+    try:
+        return _compile(traced.lower(), target, compiler_options)
+    except _CompilerError:
+        return None
 
 
 def _has_host_memory(mesh: jax.sharding.Mesh) -> bool:

@@ -19,7 +19,12 @@ def ignore_absent_accelerators() -> None:
     The extras `tpu-plan` and `gpu-plan` install them for their compilers. Without effect if the user chose a platform,
     if another plugin is installed, or if JAX's backend has started.
     """
-    if "JAX_PLATFORMS" in os.environ or jax.config.jax_platforms or has_backend() or sys.platform != "linux":
+    if (
+        "JAX_PLATFORMS" in os.environ
+        or getattr(jax.config, "jax_platforms", None)
+        or has_backend()
+        or sys.platform != "linux"
+    ):
         return
     names = {point.name for point in entry_points(group="jax_plugins")}
     if (found := find_spec("jax_plugins")) is not None:
