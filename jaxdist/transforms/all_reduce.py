@@ -421,6 +421,9 @@ def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, i
     for dimension, part in enumerate(spec):
         parts = math.prod(sizes[name] for name in _names(PartitionSpec(part)))
         if out[dimension] % parts:
-            raise ValueError(f"dimension {dimension} of shape {shape} does not divide into {parts} shards ({spec})")
+            raise ValueError(
+                f"dimension {dimension} of shape {shape} does not divide into {parts} shards ({spec}): pad the "
+                "parameter, or leave this dimension out of its spec"
+            )
         out[dimension] //= parts
     return tuple(out)
