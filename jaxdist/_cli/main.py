@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from .. import __version__
+from .._core.accelerators import ignore_absent_accelerators
 from ..asynchronous.errors import (
     ActorLostError,
     DeadlockError,
@@ -95,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = tyro.cli(_subcommands(given), args=given, **settings)
         if getattr(chosen, "out", None) is not None:
             check_folder(f"--out {chosen.out}", chosen.out)
+        ignore_absent_accelerators()
         run = next(run for options, run in COMMANDS.values() if isinstance(chosen, options))
         return run(chosen) or 0
     except KeyboardInterrupt:

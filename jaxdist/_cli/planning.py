@@ -14,13 +14,19 @@ import numpy as np
 from ..analysis import cost, pods
 from ..analysis.base import dtype_name
 from ..analysis.cost import Chip
-from ..analysis.memory import memory
+from ..analysis.memory import memory, transfers
 from ..analysis.overlap import Overlap, Span, overlap
 from ..runtime.distribute import distribute
+from ..state.marks import OnHost, flatten_marks
 from .models.base import TrainingMethod, Workload, check_batch, parameters_of
-from .training.one_worker import Offload, one_worker
+from .training.one_worker import Offload, OneWorker, one_worker
 
 AXIS = "data"
+LARGEST_HOST = 8  # devices of one machine
+NO_HOST = (
+    "the compiler of {target} does not take --offload host ahead of time. This is the step with the state on the "
+    "device, which is counted in host memory; gradients and updates cross at the full bandwidth of the link"
+)
 HOST = "pinned_host"
 TARGETS = (
     "v5e:16x16, v5p:4x4x8, v6e:8x8, tpu7x:4x4x4 (TPU: generation and shape), h100:4x8, h200:2x8 (GPU: nodes and GPUs "
@@ -75,7 +81,9 @@ class Planned(NamedTuple):
     exposed_seconds: float = math.nan  # waiting for collectives, on average
     flops: float = math.nan  # operations of one device in matrix products
     spans: tuple[Span, ...] = ()  # the timeline of the step that sends most
-    warnings: tuple[str, ...] = ()  # parts of the program that could not be read
+    disk_bytes: float = 0.0  # bytes allocated on the disk of one process
+    disk_traffic: tuple[float, float] = (0.0, 0.0)  # bytes that a step reads from it, and writes to it
+    warnings: tuple[str, ...] = ()  # what could not be read from the program, or is not part of it
 
 
 def check_target(target: str, num_slices: int = 1) -> str:
@@ -110,72 +118,156 @@ def plan(
 ) -> Planned:
     """Compiles the step of `train.prepare` for a target and reads memory, bytes and time from the program.
 
-    The optimizer state may not be on a disk, since nothing is compiled for that. The default batch is one example for
-    each worker. A plan with `fits=False` is returned for a program that does not fit.
+    With an optimizer state on a disk, what is compiled is the step until the mean gradients. The default batch is one
+    example for each worker. A plan with `fits=False` is returned for a program that does not fit.
+
+    Raises:
+      ValueError: the compiler failed, in one line.
     """
     chip, mesh = mesh_of(target, num_slices)
     batch_size = mesh.size if batch_size is None else batch_size
     check_batch(batch_size, mesh.size)
-    if offload is not None and offload.folder is not None:
-        raise ValueError("--offload nvme works between the steps, where nothing is compiled: plan with --offload host")
     worker = one_worker(workload, method, offload, axis=AXIS)
-    rows = workload.batch(0, 0, batch_size)
     start = time.perf_counter()
-    # Shapes with shardings: nothing of this size is allocated here.
-    shapes, batch = pods.abstract(partial(worker.make_state, 0), rows, mesh, axis=AXIS)
-    arguments = _argument_bytes(shapes, batch)
+    traced = _trace(worker, workload.batch(0, 0, batch_size), mesh)
     known = {"target": target if num_slices == 1 else f"{num_slices} x {target}", "devices": mesh.size, "chip": chip}
     known |= {"parameters": parameters_of(workload)}
-    # Lowering stays outside of the `try`: its errors are mistakes in the step, not a lack of memory.
-    lowered = distribute(worker.step, mesh, axis=AXIS).lower(shapes, batch)
+    moved, waited, notes = 0.0, 0.0, ()
     try:
-        compiled = lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
-    except jax.errors.JaxRuntimeError as error:
+        if offload is None or offload.folder is not None:
+            compiled = _compile(traced.lower(), target, compiler_options)
+        else:
+            compiled = _compile_on_host(traced, target, compiler_options, mesh)
+        if compiled is None:
+            # The same step with its state on the device, which is then counted where it will be.
+            moved = sum(traced.bytes[HOST].values())
+            waited = sum(transfers(traced.step, traced.state, traced.batch)) / chip.host_bandwidth
+            notes = (NO_HOST.format(target=target),)
+            plain = _trace(one_worker(workload, method, axis=AXIS), workload.batch(0, 0, batch_size), mesh)
+            compiled = _compile(plain.lower(), target, compiler_options)
+    except _OutOfMemoryError as error:
+        seconds = time.perf_counter() - start
+        return _plan_refused(str(error), known, traced.bytes, method, offload, seconds)._replace(warnings=notes)
+    used = memory(compiled)
+    peak = float(used.peak) - moved
+    timed = _time(compiled, cost.of_mesh(chip.name, mesh), method.sync_period or 1, waited)
+    # Donated arguments are the outputs: only temporary buffers come on top.
+    device = traced.bytes["device"] | {"temporaries": float(used.temporary)}
+    host = traced.bytes[HOST] | {"temporaries": float(used.host_temporary)}
+    found = Planned(
+        **known,
+        fits=peak <= chip.memory,
+        device_bytes=_drop_zeros(device),
+        host_bytes=_drop_zeros(host),
+        peak=peak,
+        advice=(),
+        compile_seconds=time.perf_counter() - start,
+        **timed,
+    )
+    exposed = found.exposed_seconds / found.seconds if found.seconds else 0.0
+    advice = advise(device, chip, method, offload, found.fits, devices=mesh.size, exposed=exposed)
+    return found._replace(advice=advice, warnings=(*found.warnings, *notes))
+
+
+class _Traced(NamedTuple):
+    """A step, its arguments as shapes with shardings, and the bytes of these on one device by memory and purpose."""
+
+    step: Any
+    state: Any
+    batch: Any
+    bytes: dict[str, dict[str, float]]
+
+    def lower(self) -> jax.stages.Lowered:
+        """Traces the step; errors here are mistakes in the step, and raised as they are."""
+        return self.step.lower(self.state, self.batch)
+
+
+def _trace(worker: OneWorker, rows: Any, mesh: jax.sharding.Mesh) -> _Traced:
+    # Shapes with shardings: nothing of this size is allocated here.
+    state, batch = pods.abstract(partial(worker.make_state, 0), rows, mesh, axis=AXIS)
+    return _Traced(distribute(worker.step, mesh, axis=AXIS), state, batch, _argument_bytes(state, batch))
+
+
+class _OutOfMemoryError(Exception):
+    """The compiler refused a program that does not fit."""
+
+
+class _CompilerError(ValueError):
+    """The compiler failed."""
+
+
+def _compile(
+    lowered: jax.stages.Lowered, target: str, compiler_options: Mapping[str, Any] | None
+) -> jax.stages.Compiled:
+    try:
+        return lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
+    except Exception as error:
+        # What a plugin raises differs between plugins and versions.
         if compiler_options and "INVALID_ARGUMENT" in str(error):
-            raise ValueError(f"--xla: {error}") from error
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return _plan_refused(str(error), known, arguments, method, offload, time.perf_counter() - start)
-    compile_seconds = time.perf_counter() - start
-    cluster = cost.of_mesh(chip.name, mesh)
+            raise ValueError(f"--xla: {_shorten(error)}") from error
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise _OutOfMemoryError(str(error)) from error
+        raise _CompilerError(
+            f"the compiler of {target} failed: {_shorten(error)}; try another --reducer, --zero or --offload to find "
+            "the part that it does not take, or other versions of jax and its plugin. JAXDIST_TRACEBACK=1 shows all"
+        ) from error
+
+
+def _compile_on_host(
+    traced: _Traced, target: str, compiler_options: Mapping[str, Any] | None, mesh: jax.sharding.Mesh
+) -> jax.stages.Compiled | None:
+    """Compiles a step with its state in host memory; None if the target's compiler does not take that."""
+    if not _has_host_memory(mesh):
+        return None
+    try:
+        return _compile(traced.lower(), target, compiler_options)
+    except _CompilerError:
+        return None
+
+
+def _has_host_memory(mesh: jax.sharding.Mesh) -> bool:
+    """Whether the description of devices that are not attached knows of their hosts' memory.
+
+    Of GPUs it does not: JAX ignores the memory of a sharding then, and XLA ends in an internal error where an array on
+    the host is donated.
+    """
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=HOST).memory_kind == HOST
+
+
+def _shorten(error: Exception, length: int = 300) -> str:
+    """The beginning of a message, in one line: those of compilers list whole programs."""
+    line = " ".join((str(error) or type(error).__name__).split())
+    return line if len(line) <= length else f"{line[:length]}..."
+
+
+def _time(compiled: jax.stages.Compiled, cluster: cost.Cluster, period: int, waited: float) -> dict[str, Any]:
+    """The fields of `Planned` for communication and time; `waited` seconds in each step are not in the program."""
     # One step of a round takes the branch that sends most, the others the one that sends least.
     most = overlap(compiled, cluster, branch="max")
-    period = method.sync_period or 1
     least = overlap(compiled, cluster, branch="min") if period > 1 else most
     averaged = ("wire_bytes", "seconds", "compute_seconds", "exposed_seconds")
     lows, highs = ([getattr(found, name) for name in averaged] for found in (least, most))
-    means = [low + (high - low) / period for low, high in zip(lows, highs)]
-    used = memory(compiled)
-    # Donated arguments are the outputs: only temporary buffers come on top.
-    device = arguments["device"] | {"temporaries": float(used.temporary)}
-    host = arguments[HOST] | {"temporaries": float(used.host_temporary)}
-    fits = used.peak <= chip.memory
-    return Planned(
-        **known,
-        fits=fits,
-        device_bytes=_drop_zeros(device),
-        host_bytes=_drop_zeros(host),
-        peak=float(used.peak),
-        advice=advise(device, chip, method, offload, fits, exposed=means[-1] / means[1] if means[1] else 0.0),
-        compile_seconds=compile_seconds,
-        **dict(zip(averaged, means)),
-        collectives=_group_collectives(most),
-        links=_group_links(most, cluster),
-        flops=most.flops,
-        spans=most.spans,
-        warnings=most.warnings,
-    )
+    means = dict(zip(averaged, [low + (high - low) / period for low, high in zip(lows, highs)]))
+    means["seconds"] += waited
+    return means | {
+        "collectives": _group_collectives(most),
+        "links": _group_links(most, cluster),
+        "flops": most.flops,
+        "spans": most.spans,
+        "warnings": most.warnings,
+    }
 
 
 def _argument_bytes(state: Any, batch: Any) -> dict[str, dict[str, float]]:
     """Bytes of the step's arguments on one device, by memory and by purpose."""
     found: dict[str, dict[str, float]] = {"device": defaultdict(float), HOST: defaultdict(float)}
     for name, tree in (("parameters", state.params), ("optimizer state", state.opt_state), ("batch", batch)):
-        for leaf in jax.tree.leaves(tree):
+        for marks, _, leaf in flatten_marks(tree):
             # Typed keys have no item size; they are made of 32-bit words.
             itemsize = leaf.dtype.itemsize if hasattr(leaf.dtype, "itemsize") else np.dtype(np.uint32).itemsize
             size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
-            place = HOST if leaf.sharding.memory_kind == HOST else "device"
+            # By its mark: the description of a GPU has no host memory, and the sharding forgets that of the array.
+            place = HOST if any(isinstance(mark, OnHost) for mark in marks) else "device"
             # Bytes of one device: a sharded leaf counts as its shard.
             found[place][name] += float(size)
     return found
@@ -209,7 +301,7 @@ def _plan_refused(
         device_bytes=_drop_zeros(device),
         host_bytes=_drop_zeros(arguments[HOST]),
         peak=peak,
-        advice=advise(device, known["chip"], method, offload, False),
+        advice=advise(device, known["chip"], method, offload, False, devices=known["devices"]),
         compile_seconds=compile_seconds,
     )
 
@@ -251,29 +343,33 @@ def advise(
     offload: Offload | None,
     fits: bool,
     *,
+    devices: int = 2,
     exposed: float = 0.0,
 ) -> tuple[str, ...]:
     """Options to turn on, the largest gain first; `exposed` is the share of a mean step that waits for the network."""
+    if fits:
+        # Less than a fifth of the step is not worth another method.
+        return (f"communication is not hidden: {_cure_of(method)}",) if exposed > 0.2 else ()
     lines = []
     can_shard = method.sync_period is None and method.reducer is not None
     state = device.get("parameters", 0) + device.get("optimizer state", 0)
-    if not fits:
-        # Below a twentieth of the memory, sharding or moving it would slow the step and gain little.
-        can_shard = can_shard and state > 0.05 * chip.memory
-        if can_shard and method.stage == 0:
-            lines.append("--zero 1 shards the optimizer state over the workers, --zero 3 the parameters too")
-        elif can_shard and method.stage < 3:
-            lines.append("--zero 3 shards the parameters too")
-        if offload is None and device.get("optimizer state", 0) > 0.05 * chip.memory:
-            lines.append("--offload host keeps the optimizer state in host memory")
-        if device.get("temporaries", 0) > state:
-            lines.append("temporaries are the larger part: fewer examples on each device (--batch), or more devices")
-        if not lines:
-            lines.append("more devices, or devices with more memory")
-    # Less than a fifth of the step is not worth another method.
-    elif exposed > 0.2:
-        lines.append(f"communication is not hidden: {_cure_of(method)}")
-    return tuple(lines)
+    # Below a twentieth of the memory, sharding or moving it would slow the step and gain little.
+    is_large = state > 0.05 * chip.memory
+    # A single device has none to share with.
+    if devices > 1 and can_shard and is_large and method.stage < 3:
+        both = "--zero 1 shards the optimizer state over the workers, --zero 3 the parameters too"
+        lines.append("--zero 3 shards the parameters too" if method.stage else both)
+    if offload is None and device.get("optimizer state", 0) > 0.05 * chip.memory:
+        lines.append("--offload host keeps the optimizer state in host memory, --offload nvme on a disk")
+    if can_shard and is_large and not method.stage and devices <= LARGEST_HOST:
+        lines.append(
+            "--offload layers (offload.nvme_layers) keeps the parameters on the disk of one machine too, with one "
+            "layer in memory at a time"
+        )
+    if device.get("temporaries", 0) > state:
+        more = ", or more devices" if devices > 1 else ", or a shorter context (--model gpt:1b,context=1024)"
+        lines.append(f"temporaries are the larger part: fewer examples on each device (--batch){more}")
+    return tuple(lines or ["more devices, or devices with more memory"])
 
 
 def _cure_of(method: TrainingMethod) -> str:

@@ -39,7 +39,10 @@ def value_and_grad_in_stages(
         )
     count = jax.tree.leaves(params.layers)[0].shape[0]
     if count % mesh.shape[stages]:
-        raise ValueError(f"{count} layers do not divide among the {mesh.shape[stages]} stages of axis {stages!r}")
+        raise ValueError(
+            f"{count} layers do not divide among the {mesh.shape[stages]} stages of axis {stages!r}: use a multiple of "
+            "layers, or a mesh with a number of stages that divides them"
+        )
     params, waves = to_varying((params, jax.tree.map(lambda *x: jnp.stack(x), *waves)), axis)
     specs = Layered(PartitionSpec(), PartitionSpec(stages), PartitionSpec())
     mapped = shard_map(

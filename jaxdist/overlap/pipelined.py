@@ -189,7 +189,10 @@ def _split(cfg: _Config, params: PyTree, opt_state: State) -> tuple[LayerSplit, 
     check_leaves(params)
     split = split_layers(params, cfg.layers)
     if cfg.defer > len(split.parts):
-        raise ValueError(f"defer={cfg.defer} is more than the {len(split.parts)} layers that the parameters have")
+        raise ValueError(
+            f"defer={cfg.defer} is more than the {len(split.parts)} layers that the parameters have: pass at most "
+            f"defer={len(split.parts)}, or a layer_fn that divides them further"
+        )
     return split, _find_owners(cfg.tx, params, opt_state, split)
 
 

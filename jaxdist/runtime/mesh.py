@@ -13,6 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._core import compat
+from .._core.accelerators import ignore_absent_accelerators
 from .._core.checks import check_count
 from .._core.types import AxisNames, PyTree
 from ..processes.consistency import compare, fingerprint_batch
@@ -92,12 +93,16 @@ def use_cpu_devices(count: int) -> None:
     per device, threads that wait in a collective can keep the others from ever running. On two cores, four devices with
     the default number of threads always hung within 1,500 steps.
 
+    Where the plugin of a TPU or an NVIDIA GPU is installed but no such device, JAX does not start the plugin, which
+    would print errors.
+
     Examples:
       >>> import jax, jaxdist as jd
       >>> jd.runtime.use_cpu_devices(jax.device_count())  # in a program: a number, before the first array is made
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
+    ignore_absent_accelerators()
     # XLA reads the variable when the backend starts.
     os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
     try:

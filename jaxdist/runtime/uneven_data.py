@@ -123,7 +123,10 @@ def _windows(batches: Iterable[PyTree], prefetch: int) -> Iterator[tuple[Iterato
 def _pad_batch(batch: PyTree, like: PyTree, number: int, pad: bool) -> tuple[PyTree, int]:
     """Pads a batch to the shapes of `like`; returns it with its number of real rows."""
     if jax.tree.structure(batch) != jax.tree.structure(like):
-        raise ValueError(f"batch {number} is a {jax.tree.structure(batch)}, but like is a {jax.tree.structure(like)}")
+        raise ValueError(
+            f"batch {number} is a {jax.tree.structure(batch)}, but like is a {jax.tree.structure(like)}: pass one of "
+            "the batches as like"
+        )
     rows = set()
 
     def pad_leaf(x, like):
@@ -131,7 +134,10 @@ def _pad_batch(batch: PyTree, like: PyTree, number: int, pad: bool) -> tuple[PyT
         rows.add(x.shape[0] if x.ndim else None)
         alike = x.shape[1:] == like.shape[1:] and _canonical(x) == _canonical(like)
         if not alike or not x.ndim or x.shape[0] > like.shape[0] or len(rows) > 1:
-            raise ValueError(f"batch {number} has an array {x.dtype}{x.shape} where like has {like.dtype}{like.shape}")
+            raise ValueError(
+                f"batch {number} has an array {x.dtype}{x.shape} where like has {like.dtype}{like.shape}: pass one of "
+                "the batches as like"
+            )
         if x.shape[0] < like.shape[0] and not pad:
             raise ValueError(
                 f"batch {number} has {x.shape[0]} rows where like has {like.shape[0]}: drop it, or pass pad=True and a "

@@ -16,7 +16,7 @@ from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Int, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.base import Extras, Law, Reducer, check_reducer, contraction_of
-from ..state.marks import PerWorker, axis_tuple, bind, expand_specs, map_marked, with_value
+from ..state.marks import PerWorker, axis_tuple, bind, expand_specs, is_spec, map_marked, name_leaf, with_value
 from .averaged import check_functions
 from .local_gradients import (
     check_leaves,
@@ -120,9 +120,9 @@ def all_reduce(
       step later; pass it in every step or in none.
 
     Raises:
-      ValueError: `normalize_by` is unknown; `delay` is neither 0 nor 1; at trace time, if a leaf is not floating, not
-        varying over the axis, not of its parameter's shape, or `Sharded`; if the axis is not bound; if the mesh has
-        further axes and the reducer would gather them.
+      ValueError: `normalize_by` is unknown; `delay` is neither 0 nor 1; `specs` name the axis of the workers; at trace
+        time, if a leaf is not floating, not varying over the axis, not of its parameter's shape, or `Sharded`; if the
+        axis is not bound; if the mesh has further axes and the reducer would gather them.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -157,9 +157,30 @@ def all_reduce(
         raise ValueError(
             f"delay must be 0 or 1, got {delay}; for all-reduces over several steps see asynchronous.rules.pipe_sgd"
         )
+    _check_specs(specs, axis)
     cfg = _Config(reducer, axis, specs, normalize_by)
     init, update = (_init_late, _update_late) if delay else (_init, _update)
     return optax.GradientTransformationExtraArgs(partial(init, cfg), partial(update, cfg))
+
+
+def _check_specs(specs: PyTree | None, axis: AxisNames) -> None:
+    """Checks that `specs` are PartitionSpecs over other axes than that of the workers."""
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        leaf = name_leaf("the parameter", path)
+        if not is_spec(spec):
+            advice = "its spec, sharding.spec" if hasattr(spec, "spec") else "a PartitionSpec"
+            raise ValueError(f"all_reduce(specs=) has {spec!r} for {leaf}: pass {advice}")
+        reduced = set(axis_tuple(axis))
+        if shared := [name for name in _names(spec) if name in reduced]:
+            parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+            others = [tuple(name for name in part if name not in reduced) for part in parts]
+            rest = PartitionSpec(*((part[0] if len(part) == 1 else part or None) for part in others))
+            raise ValueError(
+                f"all_reduce(specs=) has {spec} for {leaf}, and axis {shared[0]!r} is that of the workers, over which "
+                f"all_reduce averages gradients that each of them has in full. specs tell how parameters are sharded "
+                f"over the other axes: {rest}. For parameters that are sharded over {shared[0]!r} itself use "
+                "zero.shard(params) with zero_redundancy in place of all_reduce"
+            )
 
 
 def _warn_of_bias(reducer: Reducer) -> None:
@@ -402,6 +423,9 @@ def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, i
     for dimension, part in enumerate(spec):
         parts = math.prod(sizes[name] for name in _names(PartitionSpec(part)))
         if out[dimension] % parts:
-            raise ValueError(f"dimension {dimension} of shape {shape} does not divide into {parts} shards ({spec})")
+            raise ValueError(
+                f"dimension {dimension} of shape {shape} does not divide into {parts} shards ({spec}): pad the "
+                "parameter, or leave this dimension out of its spec"
+            )
         out[dimension] //= parts
     return tuple(out)

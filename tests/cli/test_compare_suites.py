@@ -11,6 +11,7 @@ import pytest
 import jaxdist as jd
 from jaxdist._cli import figures, losses, results
 from jaxdist._cli import main as cli
+from jaxdist._cli.commands import compare
 from jaxdist._cli.models import digits
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import suites, train
@@ -103,6 +104,20 @@ def test_compare_over_seeds(tmp_path, capsys):
         ("f16", 0),
         ("f16", 1),
     ]
+
+
+@pytest.mark.slow
+def test_a_figure_that_cannot_be_drawn_leaves_the_tables(tmp_path, capsys, monkeypatch):
+    def fail(*given, **labels):
+        raise ValueError("nothing to scale by")
+
+    monkeypatch.setattr(compare.losses, "draw_seeds", fail)
+    monkeypatch.setattr(compare.suites, "list_reducers", lambda: ("exact", "qsgd:4"))
+    table = tmp_path / "table.csv"
+    sizes = ["--steps", "2", "--devices", "2", "--batch", "4", "--model", "gpt:tiny", "--out", str(tmp_path)]
+    assert cli.main(["compare", "--suite", "compression", *sizes, "--table", str(table)]) == 2
+    assert "qsgd:4" in capsys.readouterr().out
+    assert table.exists()
 
 
 def test_seeds_must_be_positive(capsys):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
-from jaxdist._cli import planning
+from jaxdist._cli import planning, planning_disk
 from jaxdist._cli.commands import plan as plans
 from jaxdist._cli.main import main
 from jaxdist._cli.models import base as layering
 from jaxdist._cli.models import gpt
-from jaxdist._cli.models.base import PLAIN, Workload
+from jaxdist._cli.models.base import PLAIN, Workload, parameters_of
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import one_worker, train
 from jaxdist.analysis import Span, base, cost
@@ -104,6 +104,109 @@ def test_the_host_holds_what_was_offloaded(four, workload):
     assert found.device_bytes["parameters"] == 4 * found.parameters
 
 
+def test_a_target_without_host_memory_counts_the_state_there_by_its_mark(four, workload, monkeypatch, capsys, tmp_path):
+    """GPUs that are not attached: JAX forgets that an array is on the host, and XLA does not compile its donation."""
+    method, offload = parse.parse_method("exact", "adam:1e-3"), one_worker.parse_offload("host")
+    plain = planning.plan("own", workload, method, batch_size=4)
+    monkeypatch.setattr(planning, "_has_host_memory", lambda mesh: False)
+    found = planning.plan("own", workload, method, batch_size=4, offload=offload)
+    state = found.host_bytes["optimizer state"]
+    assert state == pytest.approx(2 * 4 * found.parameters, rel=0.01)
+    assert found.peak == plain.peak - state
+    assert "optimizer state" not in found.device_bytes
+    # Gradients to the host and updates back, at the speed of its link.
+    crossing = 2 * 4 * found.parameters / found.chip.host_bandwidth
+    assert found.seconds == pytest.approx(plain.seconds + crossing, rel=1e-3)
+    monkeypatch.setattr(parse, "parse_workload", lambda *names: workload)
+    assert main(["plan", "--target", "h100:1x1", "--model", MODEL, "--offload", "host", "--out", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the compiler of h100:1x1 does not take --offload host ahead of time" in said
+
+
+def test_what_the_compiler_raises_is_one_line(four, workload, monkeypatch, capsys, tmp_path):
+    def fail(self, **options):
+        raise RuntimeError("INTERNAL: the async shape\n" + "f32[768,768] " * 3000)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    monkeypatch.setattr(parse, "parse_workload", lambda *names: workload)
+    assert main(["plan", "--target", "h100:1x1", "--model", MODEL, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jaxdist: error: the compiler of h100:1x1 failed: INTERNAL: the async shape f32[768,768]")
+    assert "try another --reducer" in said
+    assert said.count("\n") == 1
+    assert len(said) < 700
+
+
+def test_an_optimizer_on_a_disk_is_counted(four, workload):
+    method = parse.parse_method("exact", "adam:1e-3")
+    found = planning_disk.plan_nvme("own", workload, method, batch_size=4)
+    n = found.parameters
+    # Two moments and the master parameters, read and written; twice that is allocated.
+    assert (found.disk_bytes, found.disk_traffic) == (24 * n, (12 * n, 12 * n))
+    assert found.device_bytes["gradients"] == pytest.approx(4 * n, abs=64)
+    assert "optimizer state" not in found.device_bytes
+    with pytest.raises(ValueError, match="needs a reducer, or --zero 3"):
+        planning_disk.plan_nvme("own", workload, parse.parse_method("zero:1", "adam:1e-3"))
+
+
+@pytest.mark.slow
+def test_the_command_plans_layers_on_a_disk(four, capsys, tmp_path):
+    arguments = ["plan", "--target", "h100:1x1", "--model", f"{MODEL},layers=40", "--offload", "layers"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    assert "a step reads" in capsys.readouterr().out
+    four(memory=1e4)
+    assert main([*arguments, "--out", str(tmp_path)]) == 1
+    assert "offload.tiled_dense" in capsys.readouterr().out
+
+
+def test_layers_on_a_disk_leave_a_few_on_the_device(four, monkeypatch, capsys):
+    config, method = gpt.SIZES["tiny"], parse.parse_method("exact", "adam:1e-3")
+    whole = sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))))
+    layer = gpt.TransformerBlock(config)
+    block = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, config.context, config.width)))
+    each = sum(x.size for x in jax.tree.leaves(block))
+
+    def compiled(target, workload, method, **options):
+        sizes = {
+            "target": target,
+            "devices": 4,
+            "chip": cost.CHIPS["h100"],
+            "fits": True,
+            "host_bytes": {},
+            "peak": 0.0,
+        }
+        n = parameters_of(workload)
+        seconds = {"seconds": n, "compute_seconds": n, "exposed_seconds": 0.0, "flops": n, "wire_bytes": n}
+        held = {"temporaries": 1000.0, "batch": 8.0}
+        return planning.Planned(**sizes, parameters=n, device_bytes=held, advice=(), compile_seconds=1.0, **seconds)
+
+    monkeypatch.setattr(planning, "plan", compiled)
+    found = planning_disk.plan_layers("own", config._replace(layers=40), method)
+    assert found.parameters == found.wire_bytes == whole + 39 * each
+    assert found.compute_seconds == pytest.approx(4 / 3 * found.parameters)  # each layer once more
+    # Parameters and two moments twice; the parameters are read in both passes.
+    assert found.disk_bytes == 24 * found.parameters
+    assert found.disk_traffic == (16 * found.parameters, 12 * found.parameters)
+    largest = max(each, whole - each)
+    assert found.device_bytes == {"parameters": 12 * largest, "gradients": 4 * largest, "temporaries": 1000, "batch": 8}
+    assert found.host_bytes["buffers"] == 3 * 12 * largest
+    assert found.host_bytes["inputs of layers"] == 4 * 40 * 4 * config.context * config.width
+    for refused in (["--zero", "3"], ["--sync", "diloco:H=4"]):
+        assert main(["plan", "--target", "h100:1x1", "--model", MODEL, "--offload", "layers", *refused]) == 2
+        assert "leave --sync and --zero out" in capsys.readouterr().err
+
+
+def test_advice_for_one_device_is_something_that_it_can_do():
+    method, chip = parse.parse_method("exact", "adam:1e-3"), cost.CHIPS["h100"]
+    device = {"parameters": 30e9, "optimizer state": 60e9, "temporaries": 20e9}
+    lines = planning.advise(device, chip, method, None, False, devices=1)
+    assert not any("--zero" in line for line in lines)
+    assert [line.split(" ")[1] for line in lines] == ["host", "layers"]
+    assert any("nvme_layers" in line for line in lines)
+    assert "--zero 1" in planning.advise(device, chip, method, None, False, devices=64)[0]
+    assert not any("layers" in line for line in planning.advise(device, chip, method, None, False, devices=64))
+
+
 def test_the_command_prints_and_draws(four, workload, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(parse, "parse_workload", lambda *names: workload)
     arguments = ["plan", "--target", "h100:1x8", "--model", MODEL, "--out", str(tmp_path)]
@@ -180,6 +283,9 @@ def test_the_cure_for_communication_that_is_not_hidden_is_one_that_the_method_ha
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--target", "h100:8"], "needs a shape: h100:1x1 is one GPU, h100:1x8 a node of 8"),
+        (["--target", "v5e:64"], "needs a shape: v5e:1x1 is one chip, v5e:8x8"),
+        (["--target", "v5e:2x2", "--slices", "2", "--offload", "layers"], "for one machine"),
         (["--target", "v9:3"], "unknown target 'v9:3'; there are v5e:16x16"),
         (["--target", "v5e:2x2", "--xla", "foo"], "--xla needs NAME=VALUE"),
         (["--target", "v5e:2x2", "--xla", "=1"], "--xla needs NAME=VALUE"),

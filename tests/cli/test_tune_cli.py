@@ -138,6 +138,7 @@ def test_tune_times_real_steps(capsys):
         (["--bandwidth", "10"], "a link is a bandwidth and a latency, such as 100mbit,20ms"),
         (["--flops", "-1"], "--flops must be positive, got -1"),
         (["--flops", "inf"], "--flops must be finite, got inf"),
+        (["--flops", "1e-300"], "as in 3e12 for 3 TFLOP/s, and at 1e-300 a step of"),
         (["--measured", "--bandwidth", "10gbit"], "--bandwidth is for a simulated link: leave it out, or --measured"),
         (["--measured", "--out", "runs/tune"], "--out is for a simulated link: leave it out, or --measured"),
         (["--workers", "3"], "--batch must be a multiple of the 3 workers, got 8"),

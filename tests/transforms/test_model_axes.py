@@ -176,3 +176,25 @@ def test_specs_need_a_mesh_that_has_them(flat):
         jd.init_state(
             lambda: odd.init({"b": jnp.zeros(3), "w": jnp.zeros((6, 4))}), jd.make_mesh({"data": 4, "model": 2})
         )
+
+
+@pytest.mark.parametrize("reducer", [jd.exact(), jd.compressed(jd.qsgd(4))], ids=["exact", "qsgd"])
+@pytest.mark.parametrize(
+    ("spec", "rest"),
+    [
+        (jax.P("data", "model"), r"P\(None, 'model'\)"),
+        (jax.P("model", "data"), r"P\('model', None\)"),
+        (jax.P(None, ("model", "data")), r"P\(None, 'model'\)"),
+        (jax.P(("data",)), r"P\(None,\)"),
+    ],
+)
+def test_specs_that_name_the_axis_of_the_workers_are_refused_by_name(reducer, spec, rest):
+    with pytest.raises(ValueError, match=rf"specs=\) has .* for the parameter \['w'\], and axis 'data'.*: P?.*{rest}"):
+        jd.all_reduce(reducer, specs={"b": jax.P("model"), "w": spec})
+    jd.all_reduce(reducer, specs={"b": jax.P("model"), "w": spec}, axis="pod")
+
+
+def test_shardings_in_place_of_specs_are_refused():
+    mesh = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"for the parameter \['w'\]: pass its spec, sharding.spec"):
+        jd.all_reduce(jd.exact(), specs={"w": jax.NamedSharding(mesh, jax.P())})

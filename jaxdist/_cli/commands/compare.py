@@ -145,11 +145,6 @@ def _compare_reducers(chosen: CompareOptions) -> None:
                 cost = measured[name]._replace(traffic=costs.traffic_of_run(run, sent=sent, gloo=gloo))
                 entrants.append(race.enter(name, cost, finished[-1]))
     title = title_of(chosen, workload, mesh.size)
-    labels = {"title": title, "unit": unit_of(workload)}
-    if chosen.suite:
-        plot = losses.draw_seeds(_collect(finished), chosen.out / "pareto.png", **labels)
-    else:
-        plot = losses.draw_compare(finished, chosen.out / "compare.png", **labels)
     if chosen.suite or chosen.seeds > 1:
         spreads = _collect(finished)
         table, records = tables.seeds_table(spreads), tables.seed_records(spreads, spreads[0])
@@ -161,6 +156,12 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     print_paths(console, log=log_path)
     if chosen.table is not None:
         print_paths(console, table=tables.write_table(table, records, chosen.table))
+    # After the tables: a figure that cannot be drawn must not lose hours of training.
+    labels = {"title": title, "unit": unit_of(workload)}
+    if chosen.suite:
+        plot = losses.draw_seeds(_collect(finished), chosen.out / "pareto.png", **labels)
+    else:
+        plot = losses.draw_compare(finished, chosen.out / "compare.png", **labels)
     print_figure(console, chosen, plot)
     if links:
         _report_race(chosen, entrants, links, labels, console)
@@ -290,14 +291,14 @@ def _compare_periods(chosen: CompareOptions) -> None:
             cells = suites.choose_rates(tried)
             title = f"{title_of(chosen, workload, workers)}, {chosen.start} synchronous steps of {chosen.steps} first"
             title += f", best of rates {', '.join(f'{rate:g}' for rate in chosen.rates)}" if chosen.rates else ""
-            labels = {"title": title, "unit": unit_of(workload), "counted": workload.unit}
-            plot = losses.draw_periods(cells, chosen.out / f"local-{workers}.png", **labels)
             console.print(f"\n{title}", style="dim", highlight=False)
             table = tables.periods_table(cells)
             print_table(console, table)
             if chosen.table is not None:
                 path = chosen.table.with_stem(f"{chosen.table.stem}-{workers}")
                 print_paths(console, table=tables.write_table(table, tables.period_records(cells), path))
+            labels = {"title": title, "unit": unit_of(workload), "counted": workload.unit}
+            plot = losses.draw_periods(cells, chosen.out / f"local-{workers}.png", **labels)
             print_figure(console, chosen, plot)
     print_paths(console, log=log_path)
 

@@ -1,8 +1,10 @@
 """`jaxdist plan`: memory, bytes and time of a run on machines that are not available here."""
 
 import contextlib
+import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,16 +15,27 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 from rich.console import Console
 
-from ...analysis import Span
-from .. import planning
+from ...analysis import Span, cost
+from .. import planning, planning_disk
 from ..figures import COLORS, GREY, count_bytes, in_bytes, label, new_figure, new_table, open_axes, print_table, write
 from ..models import gpt
+from ..models.base import TrainingMethod, Workload
 from ..running import Integer, Text, new_console, path_in, print_paths
 from ..spellings import grammar, parse
 from ..spellings.tables import ANY_STEPS
 from ..training.one_worker import check_zero, parse_offload
 
-PARTS = {"parameters": COLORS[1], "optimizer state": COLORS[6], "batch": COLORS[3], "temporaries": "#B8B8B8"}
+PARTS = {
+    "parameters": COLORS[1],
+    "gradients": COLORS[2],
+    "optimizer state": COLORS[6],
+    "buffers": COLORS[5],
+    "inputs of layers": COLORS[4],
+    "batch": COLORS[3],
+    "temporaries": "#B8B8B8",
+}
+# What a good NVMe disk reads and writes in a second.
+DISK_BANDWIDTH = 5e9
 COMPUTE, HIDDEN, EXPOSED, OTHER = COLORS[1], COLORS[3], COLORS[4], COLORS[7]
 Interval = tuple[float, float]
 
@@ -34,9 +47,13 @@ class PlanOptions:
     Examples:
       jaxdist plan --target v5e:16x16 --model gpt:1b --zero 3
       jaxdist plan --target h100:4x8 --model gpt:7b --zero 3 --offload host --batch 64
+      jaxdist plan --target h100:1x1 --model gpt:7b --offload layers
     """
 
-    target: Annotated[str, tyro.conf.arg(help=f"The target to compile for: {planning.TARGETS}.")]
+    target: Annotated[
+        str,
+        tyro.conf.arg(help=f"The target to compile for: {planning.TARGETS}; h100:1x1 is one GPU, h100:1x8 are 8."),
+    ]
     model: str = "gpt:1b"
     """gpt:SIZE[,key=value...]: 125m, 350m, 1b, 3b, 7b, 13b, 70b, or a size of jaxdist train; gpt:1b,context=4096."""
     reducer: Text = None
@@ -45,8 +62,10 @@ class PlanOptions:
     """Local steps, synchronized every H: diloco:H=50; see jaxdist reducers."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO: 1 and 2 shard the optimizer state over the workers, 3 the parameters too."""
-    offload: Annotated[Literal["host"] | None, tyro.conf.arg(metavar="host", help_behavior_hint="")] = None
-    """Where to keep the optimizer state: host for host memory."""
+    offload: Annotated[
+        Literal["host", "nvme", "layers"] | None, tyro.conf.arg(metavar="host|nvme|layers", help_behavior_hint="")
+    ] = None
+    """Where to keep the optimizer state: host (memory), nvme (a disk), or with layers the parameters on a disk too."""
     optimizer: str = "adamw:1e-3"
     """Any optax optimizer and its learning rate, as in sgd:0.1,momentum=0.9 or adamw:4e-3,schedule=cosine."""
     batch: Integer = None
@@ -64,6 +83,7 @@ def run_plan(chosen: PlanOptions) -> int:
     console = new_console()
     if chosen.slices < 1:
         raise ValueError(f"--slices must be at least 1, got {chosen.slices}")
+    _check_target(chosen.target)
     planning.check_target(chosen.target, chosen.slices)
     config = _parse_model(chosen.model)
     spelling = parse.join_options(chosen.sync, chosen.zero, chosen.reducer, chosen.optimizer, default="exact")
@@ -81,17 +101,10 @@ def run_plan(chosen: PlanOptions) -> int:
     workload = parse.parse_workload("text", chosen.model)
     picture = path_in(chosen.out, "plan.png")
     with console.status(f"compiling for {chosen.target}"):
-        found = planning.plan(
-            chosen.target,
-            workload,
-            method,
-            offload=parse_offload(chosen.offload),
-            batch_size=chosen.batch,
-            num_slices=chosen.slices,
-            compiler_options=flags or None,
-        )
+        found = _plan(chosen, config, workload, method, flags)
     batch = chosen.batch or found.devices
-    host = ", optimizer on the host" if chosen.offload else ""
+    places = {"host": ", optimizer on the host", "nvme": ", optimizer on a disk", "layers": ", layers on a disk"}
+    host = places.get(chosen.offload or "", "")
     title = (
         f"{chosen.model}, {found.parameters / 1e9:.2f} G parameters, on {found.devices} {found.chip.name} "
         f"({found.target}), {spelling}, {chosen.optimizer}{host}, batch {batch} x {config.context}"
@@ -101,19 +114,45 @@ def run_plan(chosen: PlanOptions) -> int:
     if found.collectives:
         _print_communication(console, found)
     # A single chip communicates with none, and has a time too.
-    if found.spans:
+    if not math.isnan(found.seconds):
         _print_times(console, found, batch * workload.units_per_example)
     for line in found.advice:
         console.print(f"[bold]try[/bold] {line}", highlight=False, markup=True)
-    if chosen.offload:
-        console.print("note: transfers to the host are counted, its arithmetic is not", style="dim", highlight=False)
-    for warning in found.warnings:
-        console.print(f"note: {warning}", style="dim", highlight=False)
+    _print_notes(console, found, chosen.offload)
     draw_plan(found, picture, title=title)
     console.print(f"compiled in {found.compile_seconds:.0f} s", highlight=False)
     print_paths(console, figure=picture)
     # Scripts can search for the smallest target that fits.
     return 0 if found.fits else 1
+
+
+def _plan(
+    chosen: PlanOptions, config: gpt.GPTConfig, workload: Workload, method: TrainingMethod, flags: Mapping[str, Any]
+) -> planning.Planned:
+    if chosen.offload == "layers":
+        if chosen.slices > 1 or flags:
+            raise ValueError(
+                "--offload layers is for one machine, with the compiler's defaults: leave "
+                f"{'--xla' if flags else '--slices'} out"
+            )
+        return planning_disk.plan_layers(chosen.target, config, method, batch_size=chosen.batch)
+    options = {"batch_size": chosen.batch, "num_slices": chosen.slices, "compiler_options": flags or None}
+    if chosen.offload == "nvme":
+        return planning_disk.plan_nvme(chosen.target, workload, method, **options)
+    return planning.plan(chosen.target, workload, method, offload=parse_offload(chosen.offload), **options)
+
+
+def _check_target(target: str) -> None:
+    """Raises ValueError for a chip without a shape, with the shapes that people look for."""
+    found = re.fullmatch(r"(\w+)(?::(\d*))?", target)
+    name = found.group(1) if found else ""
+    if name in planning.pods.GPUS:
+        shapes = f"{name}:1x1 is one GPU, {name}:1x8 a node of 8, {name}:4x8 four such nodes"
+    elif name in cost.CHIPS:
+        shapes = "v5e:1x1 is one chip, v5e:8x8 and v5p:4x4x4 are 64"
+    else:
+        return
+    raise ValueError(f"--target {target!r} needs a shape: {shapes}")
 
 
 def _hide_accelerators() -> None:
@@ -138,6 +177,8 @@ def _print_memory(console: Console, found: planning.Planned) -> None:
     table = new_table("", ("device", "host"), title="memory of one device", title_justify="left")
     for name in PARTS:
         sizes = [found.device_bytes.get(name, 0.0), found.host_bytes.get(name, 0.0)]
+        if not any(sizes):
+            continue
         table.add_row(name, *(in_bytes(size) if size else "" for size in sizes))
     host = in_bytes(sum(found.host_bytes.values())) if found.host_bytes else ""
     table.add_row("at the most", in_bytes(found.peak), host)
@@ -178,6 +219,23 @@ def _print_times(console: Console, found: planning.Planned, tokens: int) -> None
         highlight=False,
     )
     console.print(f"{note} Use it to compare plans.", style="dim")
+
+
+def _print_notes(console: Console, found: planning.Planned, offload: str | None) -> None:
+    if found.disk_bytes:
+        read, written = found.disk_traffic
+        seconds = max(read, written) / DISK_BANDWIDTH
+        console.print(
+            f"disk: {in_bytes(found.disk_bytes)} allocated; a step reads {in_bytes(read)} and writes "
+            f"{in_bytes(written)}, {seconds:,.1f} s at {DISK_BANDWIDTH / 1e9:.0f} GB/s each way, which the time of the "
+            "step leaves out",
+            highlight=False,
+        )
+    if offload:
+        note = "note: transfers to the host are counted, its arithmetic is not"
+        console.print(note, style="dim", highlight=False)
+    for warning in found.warnings:
+        console.print(f"note: {warning}", style="dim", highlight=False)
 
 
 def _name_of_step(found: planning.Planned) -> str:

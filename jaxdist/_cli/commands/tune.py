@@ -27,6 +27,7 @@ from ..training import train
 ONE, EACH, TUNED = "one message (exact)", "a message for each layer", "layers together or in parts, tuned"
 EXACT = "jd.exact()"
 OUT = Path("runs/tune")
+YEAR = 365 * 86400.0  # seconds
 # The options that only a simulated link has.
 FOR_LINK = ("bandwidth", "latency", "overhead", "flops", "out")
 PART = 8 * 4  # bytes: partitions are whole multiples of 8 entries
@@ -101,6 +102,12 @@ def _tune_link(chosen: TuneOptions) -> None:
     if rate is None:
         # A device of this machine is measured in place of one of the cluster.
         rate = layers.measure_rate(workload.loss, workload.init(jax.random.key(0)), batch, costs)
+    work = 3 * sum(layer.flops for layer in costs)
+    if not work < rate * YEAR:
+        raise ValueError(
+            f"--flops is operations a second, as in 3e12 for 3 TFLOP/s, and at {rate:g} a step of {work:.1e} would "
+            "take longer than a year"
+        )
     profile = layers.profile_from_rate(costs, flops=rate)
     # A ring all-reduce sends each byte of the gradient 2 (W-1) / W times, over 2 (W-1) hops.
     share = 2 * (chosen.workers - 1) / chosen.workers

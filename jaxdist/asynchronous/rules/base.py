@@ -20,7 +20,9 @@ def graph_of(graph: Graph, nodes: int, what: str = "workers") -> Topology:
     """Returns the topology for a number of nodes."""
     topology = graph if isinstance(graph, Topology) else graph(nodes)
     if topology.workers != nodes:
-        raise ValueError(f"the {topology.name} has {topology.workers} {what}, but the run has {nodes}")
+        raise ValueError(
+            f"the {topology.name} has {topology.workers} {what}, but the run has {nodes}: make the topology for {nodes}"
+        )
     return topology
 
 

@@ -177,7 +177,10 @@ def place_batch(cfg: Config, batch: PyTree) -> PyTree:
     workers = math.prod(cfg.mesh.shape[name] for name in names)
     for leaf in jax.tree.leaves(batch):
         if not np.ndim(leaf) or np.shape(leaf)[0] % workers:
-            raise ValueError(f"a batch of shape {np.shape(leaf)} cannot be split over {workers} workers")
+            raise ValueError(
+                f"a batch of shape {np.shape(leaf)} cannot be split over {workers} workers: its first dimension must "
+                f"be a multiple of {workers}"
+            )
     return jax.device_put(batch, NamedSharding(cfg.mesh, PartitionSpec(names)))
 
 

@@ -277,7 +277,10 @@ def read_manifests(folder: Path) -> dict[int, dict[str, Any]]:
     for slot, manifest in found.items():
         if manifest["format"] != FORMAT:
             path = _manifest_path(folder, slot)
-            raise ValueError(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
+            raise ValueError(
+                f"{path} has format {manifest['format']}, this version reads {FORMAT}: continue with the version that "
+                "wrote it, or choose a new folder"
+            )
     for path in damaged:
         # Without its manifests a folder begins at step 0.
         advice = f"restore it from a copy, {RESUME}"
