@@ -81,6 +81,16 @@ def refuse_lost_marks(state: State) -> None:
             )
 
 
+def variables_by_path(tree: State) -> dict[Any, Any]:
+    """The arrays of the nnx Variables in a tree, which may be changed in place."""
+    if VARIABLES not in sys.modules:
+        return {}
+    variable: type = sys.modules[VARIABLES].Variable
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, variable))
+    pairs = [(path, jax.tree.leaves(node)) for path, node in nodes if isinstance(node, variable)]
+    return {(*path, number): leaf for path, leaves in pairs for number, leaf in enumerate(leaves)}
+
+
 def refuse_shared_variables(state: State) -> None:
     """Refuses nnx modules that have one Variable in two places: a step returns two, which then train apart."""
     if VARIABLES not in sys.modules:

@@ -196,8 +196,9 @@ def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array
 
 def _check_flax(state: State) -> None:
     refuse_lost_marks(state)
-    refuse_shared_variables(state)
+    # Layers may share a stream.
     refuse_random_streams(state)
+    refuse_shared_variables(state)
 
 
 def _place_tree(state: State, mesh: Place, axis: AxisNames) -> State:

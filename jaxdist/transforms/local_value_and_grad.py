@@ -14,7 +14,7 @@ from .._core.dtypes import working_dtype
 from .._core.jaxprs import propagate
 from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, PyTree
-from ..state.flax_marks import STREAMS
+from ..state.flax_marks import STREAMS, variables_by_path
 from ..state.marks import axis_tuple, name_leaf
 
 
@@ -56,7 +56,7 @@ def local_value_and_grad(
 
     Raises:
       ValueError: at trace time, a leaf to differentiate is not floating, such as the random stream of an nnx module;
-        the loss changes its arguments, such as running statistics, and returns no auxiliary data; `argnums` or
+        the loss changes Variables of nnx, such as running statistics, and returns no auxiliary data; `argnums` or
         `micro_batches` do not fit.
 
     Examples:
@@ -174,29 +174,23 @@ def _check_differentiable(args: Sequence[Any], differentiated: Sequence[int]) ->
 
 
 def _check_changes(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss, which must not change its arguments, such as the running statistics of an nnx module."""
+    """The loss, which must not change a Variable of nnx, such as running statistics."""
 
     def checked_loss(*args):
         # A module is changed in place, and it is a copy of the one that the step has.
-        before, again = _leaves_by_path(args), _leaves_by_path(args)
+        before = variables_by_path(args)
         value = loss(*args)
-        after = _leaves_by_path(args)
-        # Some classes make other arrays each time.
-        kept = [path for path, leaf in before.items() if again.get(path) is leaf]
-        changed = [path for path in kept if after.get(path, before[path]) is not before[path]]
+        after = variables_by_path(args)
+        changed = [path for path, leaf in before.items() if after.get(path, leaf) is not leaf]
         if changed:
             raise ValueError(
-                f"the loss changes {name_leaf('its argument', changed[0])}, and the change would be lost: return it, "
-                "local_value_and_grad(loss, has_aux=True), as nnx.state(model, nnx.BatchStat) gives it, and average it "
-                "over workers (docs/how-to/use-flax.md)"
+                f"the loss changes {name_leaf('its argument', changed[0][:-1])}, and the change would be lost: return "
+                "it, local_value_and_grad(loss, has_aux=True), as nnx.state(model, nnx.BatchStat) gives it, and "
+                "average it over workers (docs/how-to/use-flax.md)"
             )
         return value
 
     return functools.wraps(loss)(checked_loss)
-
-
-def _leaves_by_path(tree: PyTree) -> dict[Any, Any]:
-    return dict(jax.tree_util.tree_leaves_with_path(tree))
 
 
 def _split(x: Any, parts: int) -> Any:
