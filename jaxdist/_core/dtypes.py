@@ -48,7 +48,14 @@ def widen(x: Array) -> Array:
 
 
 def widen_like(like: Like) -> jax.ShapeDtypeStruct:
-    """The shape of an array, in the dtype in which to compute."""
+    """The shape of an array, in the dtype in which to compute: float32, or that of the array where it is wider.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist.reducers import widen_like
+      >>> widen_like(jnp.zeros(3, jnp.bfloat16))
+      ShapeDtypeStruct(shape=(3,), dtype=float32)
+    """
     return jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
 
 

@@ -3,6 +3,8 @@
 A `seed` is that of the key of all draws, which differ between steps, leaves and, unless a code shares its key, workers.
 """
 
+from .._core.dtypes import widen_like as widen_like
+from ..wire.flat import step_key as step_key
 from .accordion import CriticalRegime as CriticalRegime
 from .accordion import CriticalRegimeState as CriticalRegimeState
 from .accordion import accordion as accordion
@@ -17,6 +19,7 @@ from .base import Law as Law
 from .base import Messages as Messages
 from .base import Reduced as Reduced
 from .base import Reducer as Reducer
+from .base import cast_like as cast_like
 from .base import exact as exact
 from .base import from_generator as from_generator
 from .combinators import per_leaf as per_leaf

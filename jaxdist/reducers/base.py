@@ -361,7 +361,14 @@ def shards_of(reducer: Reducer, groups: int = 1, *, advice: str = "reduce in ful
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
-    """Casts each leaf to the dtype of its counterpart, as `narrow` does."""
+    """Casts each leaf to the dtype of its counterpart; to float16, what is finite stays finite.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist.reducers import cast_like
+      >>> float(cast_like(jnp.array(1e6), jnp.zeros((), jnp.float16)))
+      65504.0
+    """
     return jax.tree.map(lambda x, y: narrow(x, y.dtype), tree, like)
 
 

@@ -20,6 +20,7 @@ from .marks import PerWorker as PerWorker
 from .marks import Sharded as Sharded
 from .marks import cutting as cutting
 from .marks import spec_of as spec_of
+from .marks import with_value as with_value
 from .placement import consensus as consensus
 from .placement import init_state as init_state
 from .placement import length_with_padding as length_with_padding

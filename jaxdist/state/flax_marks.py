@@ -1,4 +1,7 @@
-"""Registers marks and typed keys with `flax.serialization` when a program imports it; the library itself does not."""
+"""Registers marks and typed keys with `flax.serialization` when a program imports it; the library itself does not.
+
+And refuses states of nnx that steps cannot keep: without marks, with a shared Variable, or with random streams.
+"""
 
 import importlib.abc
 import importlib.machinery
@@ -9,12 +12,19 @@ from typing import Any
 import jax
 
 from .._core.compat import key_class
+from .._core.trees import leaf_name
 from .._core.types import State
-from .marks import MARKS, is_mark, with_value
+from .marks import MARKS, PerWorker, is_mark, with_value
 
 MODULE = "flax.serialization"
 OPTIMIZER = "flax.nnx.training.optimizer"
 
+VARIABLES = "flax.nnx.variablelib"
+
+STREAMS = (
+    "Make the layer without rngs=, nnx.Dropout(rate), and pass them in the call, model(x, "
+    "rngs=nnx.Rngs(dropout=jd.runtime.worker_key(key))) (docs/how-to/use-flax.md)"
+)
 PATTERN = (
     "call optax directly: `_, params, rest = nnx.split(model, nnx.Param, ...)`, `opt = tx.init(params)`, and in the "
     "step `updates, opt = tx.update(grads, opt, params)` (docs/how-to/use-flax.md)"
@@ -69,6 +79,47 @@ def refuse_lost_marks(state: State) -> None:
                 "nnx.Optimizer.update takes one array for each parameter and kind of state, and this optimizer has "
                 f"{len(jax.tree.leaves(node))} of them together: {PATTERN}"
             )
+
+
+def variables_by_path(tree: State) -> dict[Any, Any]:
+    """The arrays of the nnx Variables in a tree, which may be changed in place."""
+    if VARIABLES not in sys.modules:
+        return {}
+    variable: type = sys.modules[VARIABLES].Variable
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, variable))
+    pairs = [(path, jax.tree.leaves(node)) for path, node in nodes if isinstance(node, variable)]
+    return {(*path, number): leaf for path, leaves in pairs for number, leaf in enumerate(leaves)}
+
+
+def refuse_shared_variables(state: State) -> None:
+    """Refuses nnx modules that have one Variable in two places: a step returns two, which then train apart."""
+    if VARIABLES not in sys.modules:
+        return
+    variable: type = sys.modules[VARIABLES].Variable
+    first: dict[int, Any] = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, variable)):
+        if isinstance(node, variable) and first.setdefault(id(node), path) is not path:
+            raise ValueError(
+                f"leaf `{leaf_name(first[id(node)])}` and leaf `{leaf_name(path)}` of the state are one shared "
+                f"Variable, of which jit makes two, and they would train apart. nnx.split keeps it one: {PATTERN}"
+            )
+
+
+def refuse_random_streams(state: State) -> None:
+    """Refuses nnx modules that store random streams, unless each worker has a module of its own."""
+    if VARIABLES not in sys.modules:
+        return
+    module, stream = sys.modules["flax.nnx"].Module, sys.modules["flax.nnx"].RngState
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, module | PerWorker))
+    for above, node in nodes:
+        if not isinstance(node, module):
+            continue
+        for path, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: isinstance(x, stream)):
+            if isinstance(leaf, stream):
+                raise ValueError(
+                    f"leaf `{leaf_name((*above, *path))}` of the state belongs to a random stream that a module "
+                    f"stores: all workers would draw the same numbers, in each step again. {STREAMS}"
+                )
 
 
 def _nodes(tree: State, kind: type) -> list[Any]:

@@ -190,7 +190,14 @@ def _check_nesting(value: PyTree, outer: AxisNames) -> None:
 
 
 def with_value(mark: Any, value: Any) -> Any:
-    """Puts the same mark around another value."""
+    """Puts the same mark, with its axis and its other fields, around another value.
+
+    Examples:
+      >>> from jaxdist import PerWorker
+      >>> from jaxdist.state import with_value
+      >>> with_value(PerWorker(1.0, axis="data", resize="zero"), 2.0)
+      PerWorker(2.0, axis='data')
+    """
     # A copy keeps the other fields, whatever the kind of mark.
     new = copy.copy(mark)
     new.value = value

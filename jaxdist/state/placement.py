@@ -15,7 +15,7 @@ from .._core.checks import check_count
 from .._core.compat import is_on_host
 from .._core.trees import fold_index, is_key, is_overwritten, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
-from .flax_marks import refuse_lost_marks
+from .flax_marks import refuse_lost_marks, refuse_random_streams, refuse_shared_variables
 from .marks import OnHost, PerWorker, Sharded, axis_tuple, bind, check_usable, cutting, is_mark, map_marked, spec_of
 
 
@@ -98,6 +98,10 @@ def init_state(make_state: Callable[[], State], mesh: Place, *, axis: AxisNames 
       The state as global arrays, with its marks; typed keys inside `PerWorker` are folded with the worker's number, so
       that workers draw different numbers. All processes must call it together, with the same function.
 
+    Raises:
+      ValueError: the mesh lacks the axis; an nnx module has a shared Variable, which would become two, or stores random
+        streams; an `nnx.Optimizer` has lost its marks.
+
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> mesh = jd.make_mesh({"data": 1})
@@ -108,7 +112,7 @@ def init_state(make_state: Callable[[], State], mesh: Place, *, axis: AxisNames 
 
     def build():
         state = make_state()
-        refuse_lost_marks(state)
+        _check_flax(state)
         return map_marked(partial(_globalize, mesh), bind(state, axis))
 
     if not isinstance(mesh, Mesh):
@@ -131,7 +135,7 @@ def place(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
       (1, 3)
     """
     check_usable(state)
-    refuse_lost_marks(state)
+    _check_flax(state)
     state = map_marked(partial(_globalize, mesh), bind(state, axis))
     return _place_tree(state, mesh, axis)
 
@@ -164,6 +168,7 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
         return refit(marks, to_device(leaf), (*lengths, *leaf.shape[len(marks) :]))
 
     check_usable(state)
+    refuse_shared_variables(state)
     state = map_marked(resize_leaf, bind(state, axis))
     return _place_tree(state, mesh, axis)
 
@@ -187,6 +192,13 @@ def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array
         leaf = _resize_padding(leaf, mark, length) if isinstance(mark, Sharded) else _resize_workers(leaf, mark, length)
         leaf = xp.moveaxis(leaf, 0, dimension)
     return leaf
+
+
+def _check_flax(state: State) -> None:
+    refuse_lost_marks(state)
+    # Layers may share a stream.
+    refuse_random_streams(state)
+    refuse_shared_variables(state)
 
 
 def _place_tree(state: State, mesh: Place, axis: AxisNames) -> State:

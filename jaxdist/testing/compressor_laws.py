@@ -1,7 +1,8 @@
 """What every compressor promises, and its codec: no mesh, no optimizer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def assert_compressor_laws(
     magnitudes: tuple[float, float] = MAGNITUDES,
     loses_nan: bool = False,
 ) -> None:
-    """Asserts that a compressor keeps its promises.
+    """Asserts that a compressor keeps its promises; a failure names the law, also where the compressor itself raises.
 
     For every shape and dtype: the decoded array has the shape and dtype it is asked for. For every shape, in float32:
     zeros decode to finite values and NaN does not raise; a stated `variance` ω means unbiased and
@@ -77,16 +78,22 @@ def assert_compressor_laws(
     for shape in shapes:
         for dtype in dtypes:
             _check_types(compressor, jax.ShapeDtypeStruct(shape, dtype), key)
-        _check_values(compressor, shape, key, magnitudes)
+        with law_of_errors("finite values decode to finite ones", f" for shape {shape}"):
+            _check_values(compressor, shape, key, magnitudes)
     _check_calls(compressor, draw_inputs(largest, key)[0].astype(dtypes[0]), key)
-    for dtype in dtypes[1:]:
-        _check_ends(compressor, jax.ShapeDtypeStruct(largest, dtype), key)
-    _check_add(compressor, draw_inputs(largest, key)[0], key)
+    with law_of_errors("zeros decode to finite values"):
+        for dtype in dtypes[1:]:
+            _check_ends(compressor, jax.ShapeDtypeStruct(largest, dtype), key)
+    with law_of_errors("add is decompress, added"):
+        _check_add(compressor, draw_inputs(largest, key)[0], key)
     if compressor.summable:
-        _check_linear(compressor, largest, key)
-    _check_constant(compressor, largest, key, magnitudes)
+        with law_of_errors("summable"):
+            _check_linear(compressor, largest, key)
+    with law_of_errors("finite values decode to finite ones", " for a constant"):
+        _check_constant(compressor, largest, key, magnitudes)
     if not loses_nan:
-        _check_not_finite(compressor, key)
+        with law_of_errors("what is not finite does not decode to finite values"):
+            _check_not_finite(compressor, key)
 
 
 def _round_trip(compressor: Compressor, x: Array, key: PRNGKeyArray) -> tuple[PyTree, Array]:
@@ -100,6 +107,18 @@ def check_law(name: str, holds: bool | np.bool_, x: Like, detail: str) -> None:
         raise AssertionError(f"law '{name}' broken for shape {x.shape}, dtype {x.dtype}: {detail}")
 
 
+@contextmanager
+def law_of_errors(name: str, where: str = "") -> Iterator[None]:
+    """What the code under test raises breaks this law, if no law has been named yet."""
+    try:
+        yield
+    except AssertionError:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise AssertionError(f"law '{name}' broken{where}: it raises {type(error).__name__}: {first}") from error
+
+
 def draw_inputs(shape: Shape, key: PRNGKeyArray) -> Array:
     """Gaussian, equal and one-hot entries (the spread on which the constants of codes differ most), zeros and NaN."""
     gaussian = np.random.default_rng(np.asarray(jax.random.key_data(key))).standard_normal(shape)
@@ -111,15 +130,20 @@ def draw_inputs(shape: Shape, key: PRNGKeyArray) -> Array:
 
 def _check_types(compressor: Compressor, x: Like, key: PRNGKeyArray) -> None:
     # By shapes alone: nothing is computed, so all shapes and dtypes are cheap.
+    where = f" for shape {x.shape}, dtype {x.dtype}"
     try:
-        payload, decoded = jax.eval_shape(lambda x, key: _round_trip(compressor, x, key), x, key)
-    except VALUES_NEEDED as error:
+        with law_of_errors("round trip keeps shape and dtype", where):
+            payload, decoded = jax.eval_shape(lambda x, key: _round_trip(compressor, x, key), x, key)
+    except AssertionError as broken:
+        if not isinstance(error := broken.__cause__, VALUES_NEEDED):
+            raise
         detail = f"a shape or a branch depends on values: {str(error).splitlines()[0]}"
-        raise AssertionError(f"law 'static shapes' broken for shape {x.shape}, dtype {x.dtype}: {detail}") from error
+        raise AssertionError(f"law 'static shapes' broken{where}: {detail}") from error
     same = decoded.shape == x.shape and decoded.dtype == x.dtype
     check_law("round trip keeps shape and dtype", same, x, f"decoded to {decoded}")
     like = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    wide = jax.eval_shape(lambda payload: compressor.decompress(payload, like), payload)
+    with law_of_errors("decompress follows `like`", where):
+        wide = jax.eval_shape(lambda payload: compressor.decompress(payload, like), payload)
     same = wide.shape == like.shape and wide.dtype == like.dtype
     check_law("decompress follows `like`", same, x, f"asked for {like}, got {wide}")
 
@@ -252,8 +276,11 @@ def _check_calls(compressor: Compressor, x: Array, key: PRNGKeyArray) -> None:
     check_law("one key, one result", _same(first, compiled(x, key), 0.0), x, "two calls differ")
     # A few units in the last place: compilation may fuse a multiplication and an addition.
     tolerance = 4 * float(jnp.finfo(x.dtype).eps)
-    check_law("jit equals eager", _same(first, round_trip(x, key), tolerance), x, "compiled and eager results differ")
-    mapped = jax.jit(jax.vmap(round_trip, in_axes=(0, None)))(x[None], key)
+    with law_of_errors("jit equals eager"):
+        eager = round_trip(x, key)
+    check_law("jit equals eager", _same(first, eager, tolerance), x, "compiled and eager results differ")
+    with law_of_errors("vmap"):
+        mapped = jax.jit(jax.vmap(round_trip, in_axes=(0, None)))(x[None], key)
     check_law(
         "vmap", _same(first, jax.tree.map(lambda leaf: leaf[0], mapped), tolerance), x, "differs from a single call"
     )

@@ -1,7 +1,8 @@
 """Laws of reducers, checked in simulation, without a mesh or an optimizer."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import jax
@@ -207,6 +208,16 @@ def _law(name: str, holds: bool, detail: str) -> None:
         raise AssertionError(f"law '{name}' broken: {detail}")
 
 
+@contextmanager
+def _noting(name: str) -> Iterator[None]:
+    """Adds the name of a law to what the reducer raises."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"law '{name}' broken: the reducer raises this")
+        raise
+
+
 def _close(name: str, left: PyTree, right: PyTree, tolerance: float) -> None:
     def far(path, a, b):
         difference = float(largest_entry(jnp.abs(a.astype(b.dtype) - b), initial=0.0))
@@ -247,9 +258,10 @@ def _check_types(reducer: Reducer, like: PyTree, single: Comm, dtypes: Sequence[
             before = jax.eval_shape(reducer.init, updates)
         except (NameError, ValueError) as error:  # from JAX, and from `comm.over`, where an axis is not bound
             raise AssertionError(f"law 'init needs shapes only and never communicates' broken: {error}") from error
-        reduced, after = jax.eval_shape(
-            lambda x, state: reducer.reduce(x, state, single, Extras(0, 0.1)), updates, before
-        )
+        with _noting("the mean is like the updates"):
+            reduced, after = jax.eval_shape(
+                lambda x, state: reducer.reduce(x, state, single, Extras(0, 0.1)), updates, before
+            )
         _law("the mean is like the updates", _same(_shapes(reduced.mean), updates), f"{updates} gave {reduced.mean}")
         _law("state keeps its tree, shapes and dtypes", _same(after, before), f"{before} became {after}")
         if reducer.forms.shards is not None:
@@ -262,7 +274,8 @@ def _check_shards(form: Reducer, updates: PyTree, single: Comm) -> None:
         before = jax.eval_shape(form.init, updates)
     except ValueError:
         return  # it refuses to be set up
-    reduced, after = jax.eval_shape(lambda x, state: form.reduce(x, state, single, Extras(0, 0.1)), updates, before)
+    with _noting("shards are split like Sharded"):
+        reduced, after = jax.eval_shape(lambda x, state: form.reduce(x, state, single, Extras(0, 0.1)), updates, before)
     shards = jax.tree.map(lambda x: jax.ShapeDtypeStruct((length(math.prod(x.shape), 1),), x.dtype), updates)
     _law("shards are split like Sharded", _same(_shapes(reduced.mean), shards), f"{shards} came as {reduced.mean}")
     _law("the state of the reduce-scatter form keeps its types", _same(after, before), f"{before} became {after}")

@@ -1,5 +1,6 @@
 """The gradient of one worker's loss, without the all-reduce of `jax.grad`, and the parameters it does not reach."""
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ from .._core.dtypes import working_dtype
 from .._core.jaxprs import propagate
 from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, PyTree
-from ..state.marks import axis_tuple
+from ..state.flax_marks import STREAMS, variables_by_path
+from ..state.marks import axis_tuple, name_leaf
 
 
 def to_varying(tree: PyTree, axis: AxisNames) -> PyTree:
@@ -52,6 +54,11 @@ def local_value_and_grad(
       scale: multiplies the loss, in float32, before it is differentiated, for parameters in float16:
         `jd.transforms.loss_scale(opt_state)` of a chain in `dynamic_loss_scale`. The returned value is not scaled.
 
+    Raises:
+      ValueError: at trace time, a leaf to differentiate is not floating, such as the random stream of an nnx module;
+        the loss changes Variables of nnx, such as running statistics, and returns no auxiliary data; `argnums` or
+        `micro_batches` do not fit.
+
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> loss = lambda w, x: jnp.mean(w * x)
@@ -65,6 +72,7 @@ def local_value_and_grad(
 
     def whole(*args):
         differentiated = _positions(argnums, len(args))
+        _check_differentiable(args, differentiated)
         # The cast to varying is transposed to an all-reduce: before `grad` it is outside of what is differentiated.
         args = [to_varying(arg, axis) if i in differentiated else arg for i, arg in enumerate(args)]
         return value_and_grad(*args)
@@ -137,6 +145,7 @@ def _value_and_grad(
     scale: Array | float | int | None,
 ) -> Callable[..., Any]:
     """Returns `jax.value_and_grad` with the gradients of `scale` times the loss."""
+    loss = _check_changes(loss) if not has_aux else loss
 
     def scale_loss(*args):
         out = loss(*args)
@@ -155,6 +164,39 @@ def _value_and_grad(
         return out, gradients
 
     return value_and_grad
+
+
+def _check_differentiable(args: Sequence[Any], differentiated: Sequence[int]) -> None:
+    """Checks that leaves have gradients; nnx modules that store random streams have leaves that have none."""
+    for i in differentiated:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[i]):
+            dtype = jax.dtypes.result_type(leaf)
+            if not jnp.issubdtype(dtype, jnp.inexact):
+                raise ValueError(
+                    f"{name_leaf('the differentiated argument', path)} has dtype {dtype} and so no gradient: "
+                    "differentiate the parameters alone, which nnx.split(model, nnx.Param, ...) gives. If it belongs "
+                    f"to a random stream of nnx: {STREAMS}"
+                )
+
+
+def _check_changes(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss, which must not change a Variable of nnx, such as running statistics."""
+
+    def checked_loss(*args):
+        # A module is changed in place, and it is a copy of the one that the step has.
+        before = variables_by_path(args)
+        value = loss(*args)
+        after = variables_by_path(args)
+        changed = [path for path, leaf in before.items() if after.get(path, leaf) is not leaf]
+        if changed:
+            raise ValueError(
+                f"the loss changes {name_leaf('its argument', changed[0][:-1])}, and the change would be lost: return "
+                "it, local_value_and_grad(loss, has_aux=True), as nnx.state(model, nnx.BatchStat) gives it, and "
+                "average it over workers (docs/how-to/use-flax.md)"
+            )
+        return value
+
+    return functools.wraps(loss)(checked_loss)
 
 
 def _split(x: Any, parts: int) -> Any:

@@ -17,6 +17,7 @@ from .._core.trees import leaf_name, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State
 from ..comm.over import over
 from ..state.donation import DonationChecks
+from ..state.flax_marks import refuse_shared_variables
 from ..state.marks import check_batch_usable, check_usable
 from .all_reduce import LateState
 from .local_gradients import with_extra_args
@@ -310,13 +311,17 @@ def with_skip_checks(run: Any, *, donates: bool = False) -> Any:
     donation = DonationChecks() if donates else None
     # A check waits for the previous step, so it is made only when the limit may have been reached: in every
     # `max_consecutive + 1`-th call while no step is skipped. All processes check in the same calls.
-    calls_to_wait = 0
+    calls_to_wait, called = 0, False
 
     @functools.wraps(run)
     def run_with_checks(state, batch, **static):
-        nonlocal calls_to_wait
+        nonlocal calls_to_wait, called
         check_usable(state)
         check_batch_usable(batch)
+        # What a step returns has none.
+        if not called:
+            refuse_shared_variables(state)
+        called = True
         if donation is not None:
             donation.check(state, batch)
         if calls_to_wait:

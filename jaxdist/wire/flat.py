@@ -324,7 +324,20 @@ def _shard_marks(marks: Sequence[Any]) -> list[Sharded]:
 
 
 def step_key(key: Key[Array, ""], count: Int[Array, ""], comm: Comm, *, shared: bool) -> Key[Array, ""]:
-    """The key of this step; different on each worker unless it is `shared`."""
+    """The key of this step; different on each worker unless it is `shared`. Fold the number of a leaf into it.
+
+    Args:
+      key: the replicated key in the state.
+      count: the replicated number of the step.
+      comm: the group of workers.
+      shared: the same key on all workers, for codes that all must draw alike.
+
+    Examples:
+      >>> import jax, jaxdist as jd
+      >>> key = jd.reducers.step_key(jax.random.key(0), jax.numpy.int32(3), jd.comm.alone(), shared=False)
+      >>> key.shape
+      ()
+    """
     # The order of all keys in the library: the count of steps, the worker, the leaf.
     key = jax.random.fold_in(key, count)
     return key if shared else jax.random.fold_in(key, comm.index)

@@ -114,9 +114,37 @@ def test_a_payload_whose_shape_depends_on_values_is_told_its_law():
             assert_compressor_laws(code)
 
 
+def refuse(message):
+    raise IndexError(message)
+
+
+RAISING = {
+    "round trip keeps shape and dtype": Compressor(lambda x, key: x.ravel()[:1].reshape(()), lambda p, like: p + 0),
+    "decompress follows `like`": Compressor(
+        lambda x, key: x, lambda p, like: p if p.dtype == like.dtype else refuse("no cast")
+    ),
+    "jit equals eager": Compressor(
+        lambda x, key: x if isinstance(x, jax.core.Tracer) else refuse("not traced"),
+        lambda p, like: p.astype(like.dtype),
+    ),
+    "add is decompress, added": Compressor(
+        lambda x, key: x, lambda p, like: p.astype(like.dtype), add=lambda p, total: refuse("no sum")
+    ),
+}
+
+
+@pytest.mark.parametrize("law", RAISING)
+def test_a_compressor_that_raises_is_told_the_law(law):
+    shapes = [(0,)] if law.startswith("round") else [(3,)]
+    with pytest.raises(AssertionError, match=rf"law '{law}' broken.*: it raises \w+: ") as caught:
+        assert_compressor_laws(RAISING[law], shapes=shapes)
+    assert caught.value.__cause__ is not None
+
+
 def test_extras_must_be_accepted():
-    with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given") as caught:
         assert_reducer_laws(Reducer(lambda like: (), strict), like=LIKE)
+    assert caught.value.__notes__[-1] == "law 'the mean is like the updates' broken: the reducer raises this"
 
 
 def test_server_residuals_that_are_delivered_to_the_wrong_entries_are_found():

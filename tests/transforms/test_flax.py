@@ -314,3 +314,88 @@ def test_nnx_optimizers_that_lose_their_marks_are_refused(where):
     )
     with pytest.raises(ValueError, match=r"one array for each parameter.*has 2 of them together.*tx\.init"):
         put(lambda: nnx_optimizer(pairs))
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Linear(6, 6, use_bias=False, rngs=rngs)
+        self.head = nnx.Linear(6, 6, use_bias=False, rngs=rngs)
+        self.head.kernel = self.embed.kernel
+
+    def __call__(self, x):
+        return self.head(jnp.tanh(self.embed(x)))
+
+
+class WithStream(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(6, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def with_optimizer(make):
+    model = make(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+
+def test_a_shared_variable_is_named_wherever_a_state_begins():
+    state = with_optimizer(Tied)
+    run = jd.simulate(lambda state, data: (state, {}), 2)
+    for begin in (
+        lambda: jd.place(state, 2),
+        lambda: jd.init_state(lambda: with_optimizer(Tied), 2),
+        lambda: jd.resize(state, 2),
+        lambda: run(state, jnp.zeros((2, 6))),
+        lambda: jd.place({"best": jd.PerWorker(state[0])}, 2),
+    ):
+        with pytest.raises(
+            ValueError, match=r"`.*embed\.kernel` and leaf `.*head\.kernel` of the state are one shared"
+        ):
+            begin()
+
+
+def test_split_keeps_a_shared_variable_one(mesh):
+    structure, params, rest = nnx.split(Tied(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, data):
+        return jnp.mean((nnx.merge(structure, params, rest)(data["x"]) - data["x"]) ** 2)
+
+    def step(state, data):
+        value, gradient = jd.local_value_and_grad(loss)(state.params, data)
+        return update(state, gradient, None), {"loss": lax.pmean(value, "data")}
+
+    state = jd.init_state(lambda: State(params, TX.init(params), None), 2)
+    state, _ = jd.simulate(step, 2)(state, batch(8))
+    assert len(jax.tree.leaves(state.params)) == 1
+    model = nnx.merge(structure, state.params, rest)
+    assert model.embed.kernel is model.head.kernel
+
+
+def test_a_stored_random_stream_is_named():
+    for begin in (
+        lambda: jd.init_state(lambda: with_optimizer(WithStream), 2),
+        lambda: jd.place(WithStream(nnx.Rngs(0)), 2),
+    ):
+        with pytest.raises(
+            ValueError, match=r"layers\.1\.rngs\.count` of the state .*nnx\.Dropout\(rate\).*worker_key"
+        ):
+            begin()
+    # The streams of models of their own differ; their counts are still no parameters.
+    own = jd.place({"model": jd.PerWorker(WithStream(nnx.Rngs(0)))}, 2)
+    with pytest.raises(ValueError, match=r"argument .*rngs.*has dtype uint32 and so no gradient.*nnx\.Dropout\(rate\)"):
+        jd.local_value_and_grad(lambda model, x: model(x).mean())(jax.tree.map(lambda x: x[0], own["model"].value), 1.0)
+
+
+def test_statistics_that_the_loss_would_lose_are_named():
+    def loss(model, data):
+        return jnp.mean((model(data["x"]) - data["y"]) ** 2)
+
+    for options in ({}, {"micro_batches": 2}, {"scale": 8.0}):
+        with pytest.raises(ValueError, match=r"changes its argument \[0\]\.norm\.mean.*has_aux=True"):
+            jd.local_value_and_grad(loss, **options)(Model(nnx.Rngs(0)), batch(8))
+    value = jd.local_value_and_grad(lambda model, data: (loss(model, data), model.norm.mean[...]), has_aux=True)
+    (_, mean), _ = value(Model(nnx.Rngs(0)), batch(8))
+    assert float(jnp.abs(mean).max()) > 0

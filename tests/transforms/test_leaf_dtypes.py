@@ -1,9 +1,10 @@
 """Leaves whose dtype has no mean: refused by their own name, by transformations, reducers and the gradient."""
 
 import jax.numpy as jnp
+import optax
 import pytest
 from register import CASES
-from test_overwritten import TX
+from test_overwritten import PARAMS, TX
 
 import jaxdist as jd
 
@@ -38,3 +39,12 @@ def test_gradients_of_another_dtype_are_refused_too():
     gradient = {"w": jnp.ones(2, jnp.complex64)}
     with pytest.raises(ValueError, match=r"has dtype complex64: .*jax\.lax\.complex"):
         tx.update(gradient, tx.init(params), params)
+
+
+@pytest.mark.parametrize("dtype", REASONS)
+def test_parameters_on_disk_are_refused_alike(tmp_path, dtype):
+    stored = jd.offload.nvme(optax.sgd(0.1), jd.offload.Store(str(tmp_path)))
+    with pytest.raises(ValueError, match=rf"\['w'\] has dtype {dtype}: .*{REASONS[dtype]}"):
+        stored.init(params_of(dtype))
+    with pytest.raises(ValueError, match="agree_on_maximum"):
+        stored.init(PARAMS)

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..._core.trees import leaf_name
+from ..._core.dtypes import explain_dtype
+from ..._core.trees import is_overwritten, leaf_name
 from ..._core.types import PyTree, State
-from ...state.marks import NO_PARAMETER, beside, is_mark
+from ...state.marks import NO_PARAMETER, beside, is_mark, name_leaf
+from ...transforms.overwritten import explain_overwritten
 from . import arrays
 from .arrays import Shard, check_dtype, shards_of, strip_marks
 from .chunks import SPAN, Layout, Piece, lay_out, pieces, planes
@@ -70,13 +72,18 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
     leaves, shapes, tree = strip_marks(params)
     if master_dtype is not None and not jnp.issubdtype(master_dtype, jnp.floating):
         raise ValueError(f"master_dtype must be floating, got {jnp.dtype(master_dtype)}")
-    for leaf in leaves:
+    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_mark)
+    for (path, _), leaf in zip(paths, leaves, strict=True):
+        name = name_leaf("the parameter", path)
+        if is_overwritten(path):
+            raise ValueError(explain_overwritten(name))
+        if problem := explain_dtype(leaf.dtype):
+            raise ValueError(f"{name} has dtype {leaf.dtype}: {problem}")
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"parameters must be floating, got a leaf of {leaf.dtype}: keep others out of them")
         check_dtype(leaf.dtype)
     if master_dtype is not None:
         check_dtype(jnp.dtype(master_dtype))
-    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_mark)
     structs = [jax.ShapeDtypeStruct(s, master_dtype or leaf.dtype) for leaf, s in zip(leaves, shapes, strict=True)]
     outer = jax.tree.structure(params, is_leaf=is_mark)
     held = outer.unflatten(structs)
