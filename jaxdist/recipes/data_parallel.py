@@ -119,9 +119,9 @@ def compressed_adam(
     arrives once in a hundred steps is that of the spike, and its steps are far too short. Here the moments see every
     local gradient, and the code selects among updates of one scale. In float32 it equals
     `chain(per_worker(scale_by_adam()), all_reduce(reducer), add_decayed_weights(λ), scale_by_learning_rate(η))`; for
-    parameters in half precision the moments are float32, since `v` would not fall in bfloat16. Low-rank, dense and unbiased codes
-    do not need it: use Adam after the mean, which averages the noise of the workers before it divides. A worker that
-    passes `examples=0` keeps its moments.
+    parameters in half precision the moments are float32, since `v` would not fall in bfloat16. Low-rank, dense and
+    unbiased codes do not need it: use Adam after the mean, which averages the noise of the workers before it divides. A
+    worker that passes `examples=0` keeps its moments.
 
     *On the wire*: what the reducer sends for the gradients. *State*: per worker, `m` and `v` of the size of the
     model, in float32 or better, and two counts; the state of the reducer.

@@ -389,9 +389,9 @@ def _close_state(new: State, old: State, view: WorkerView) -> State:
     leaves, found = jax.tree.flatten(new)
     expected = jax.tree.structure(old)
     if found != expected:
-        raise ValueError(explain_new_tree(old, new) or (
-            f"the step returned a state with another tree than it received:\n  received {expected}\n  returned {found}"
-        ))
+        trees = f"  received {expected}\n  returned {found}"
+        advice = explain_new_tree(old, new)
+        raise ValueError(advice or f"the step returned a state with another tree than it received:\n{trees}")
     leaves = [*map(jnp.expand_dims, leaves, view.dimensions)]
     for (path, before), leaf in zip(jax.tree_util.tree_leaves_with_path(old), leaves, strict=True):
         if leaf.shape != before.shape or leaf.dtype != before.dtype:

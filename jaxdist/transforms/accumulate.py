@@ -87,9 +87,7 @@ def _init(cfg: _Config, params: PyTree) -> State:
     total, shards = _split(jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params))
     # Another number of workers takes the mean of the sums: nothing that was accumulated is lost.
     marked = bind((PerWorker(total, resize="mean"), PerWorker(jnp.zeros((), jnp.float32), resize="mean")), cfg.axis)
-    return AccumulateState(
-        cfg.tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32), bind(shards, cfg.axis)
-    )
+    return AccumulateState(cfg.tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32), bind(shards, cfg.axis))
 
 
 def _update(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .._core.compat import mesh_axes_being_mapped, varying_axes
 from .._core.dtypes import working_dtype
@@ -17,7 +18,6 @@ from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import axis_tuple, is_mark
 from .local_gradients import types_are_checked
-
 
 # The functions that optimizers of optax call, with what they pass besides the parameters.
 CALLED = {"value_fn": (), "obj_fn": (), "grad_fn": (0,)}
@@ -73,7 +73,7 @@ def average_function(f: Callable[..., Any], axis: AxisNames, name: str) -> Calla
         call.__name__ = call.__qualname__ = WHOLE
         return jax.jit(call)(params)
 
-    evaluate_mean.is_averaged = True  # pyright: ignore[reportFunctionMemberAccess]
+    evaluate_mean.__dict__["is_averaged"] = True
     return evaluate_mean
 
 
@@ -87,7 +87,7 @@ def average_arguments(extra_args: dict[str, Any], axis: AxisNames) -> dict[str, 
 
     def average_leaf(x: Any) -> Any:
         # Concrete arrays are part of the program, which is one for all workers.
-        is_unknown = isinstance(x, jax.core.Tracer) and not typed and jnp.issubdtype(x.dtype, jnp.floating)
+        is_unknown = isinstance(x, Tracer) and not typed and jnp.issubdtype(x.dtype, jnp.floating)
         return _wide_mean(x, comm) if is_unknown else x
 
     return {

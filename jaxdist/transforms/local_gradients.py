@@ -15,7 +15,17 @@ from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..reducers.base import NO_FORMS, Forms
-from ..state.marks import OnHost, PerWorker, Sharded, axis_tuple, explain_new_tree, flatten_marks, is_mark, name_leaf, with_value
+from ..state.marks import (
+    OnHost,
+    PerWorker,
+    Sharded,
+    axis_tuple,
+    explain_new_tree,
+    flatten_marks,
+    is_mark,
+    name_leaf,
+    with_value,
+)
 
 
 def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> optax.GradientTransformationExtraArgs:
@@ -215,11 +225,6 @@ def communicates(node: Any) -> bool:
     return getattr(node, "communicates", False) is True
 
 
-INSIDE = (
-    "put it inside, zero_redundancy({name}(optimizer, ...)), or after all_reduce, chain(all_reduce(reducer), {name}(...))"
-)
-
-
 def explain_wrapped_communication(state: PyTree) -> str | None:
     """Returns advice if a wrapper calls its inner transformation conditionally and must not.
 
@@ -237,7 +242,8 @@ def explain_wrapped_communication(state: PyTree) -> str | None:
         kind = optax.ConditionallyMaskState if name == "conditionally_mask" else optax.ConditionallyTransformState
         advice[kind] = (
             f"optax.{name} around a transformation that communicates has gradients that differ between workers in its "
-            f"other branch: {INSIDE.format(name=f'optax.{name}')}"
+            f"other branch: put it inside, zero_redundancy(optax.{name}(optimizer, ...)), or after all_reduce, "
+            f"chain(all_reduce(reducer), optax.{name}(...))"
         )
     for node in _nodes(state, lambda x: type(x) in advice):
         if _nodes(tuple(node), communicates):

@@ -19,7 +19,7 @@ def global_norm(tree: PyTree, *, axis: AxisNames = "data") -> Float[Array, ""]:
     """The norm of all entries of whole arrays, the same on all workers: for gradients and parameters in any stage.
 
     `√(Σ |x|²)`, where the squares of `Sharded` leaves are summed over the workers, and other leaves are averaged first
-    if they may differ: of the gradients of a step it is the norm of the mean gradient. `optax.global_norm` of sharded
+    if they may differ: of the gradients of a step it is the norm of the mean gradient. `optax.tree.norm` of sharded
     gradients is that of this worker's shards, up to `√W` times smaller.
 
     *On the wire*: four bytes, and an all-reduce of every leaf that is neither `Sharded` nor equal on all workers. With

@@ -441,7 +441,9 @@ def test_a_manifest_of_wrong_types(tmp_path, adamw, field, value):
     for path in (tmp_path / "worker-00000-of-00001").glob("manifest.*.json"):
         text = json.dumps({**json.loads(json.loads(path.read_text())["manifest"]), field: value})
         path.write_text(json.dumps({"crc": zlib.crc32(text.encode()), "manifest": text}))
-    with pytest.raises(offload.StoreDamagedError, match="the manifest .* restore it from a copy, or delete the folder"):
+    with pytest.raises(
+        offload.StoreDamagedError, match=r"the manifest .* restore it from a copy, or delete the folder"
+    ):
         offload.nvme(adamw, store).init(found)
 
 
