@@ -170,8 +170,9 @@ def _run_operation_on_host(operation: Operation, operands: Sequence[Any]) -> lis
     if operation.name == "cond":
         branches = [partial(_run_branch, flatten(closed)) for closed in operation.equation.params["branches"]]
         return lax.switch(operands[0], branches, *operands[1:])
-    # Constants alone would put the result on the device.
-    if not any(isinstance(x, jax.Array) and is_on_host(x) for x in operands):
+    # Constants alone would put the result on the device, and `vmap` joins the indices of a slice in one array.
+    is_slice = operation.name in ("dynamic_slice", "dynamic_update_slice")
+    if is_slice or not any(isinstance(x, jax.Array) and is_on_host(x) for x in operands):
         operands = [jax.device_put(x, HOST) for x in operands]
     return [x if is_on_host(x) else jax.device_put(x, HOST) for x in operation.run(operands)]
 

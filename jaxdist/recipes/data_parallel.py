@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import optax
 from jaxtyping import DTypeLike
 
+from .._core.dtypes import widen
 from .._core.types import AxisNames, Like, PyTree
 from ..compressors.cast import cast
 from ..optimizers.frozen_adam import check_adam
@@ -14,7 +16,7 @@ from ..reducers.combinators import per_leaf
 from ..reducers.compressed import compressed
 from ..reducers.partitioned import bucketed
 from ..transforms.all_reduce import all_reduce
-from ..transforms.common import LearningRate
+from ..transforms.common import LearningRate, zeros_like
 from ..transforms.local_gradients import per_worker
 
 
@@ -115,13 +117,14 @@ def compressed_adam(
 
     With sparse or one-bit codes, Adam *after* the mean sees a gradient of rare spikes: the variance of an entry that
     arrives once in a hundred steps is that of the spike, and its steps are far too short. Here the moments see every
-    local gradient, and the code selects among updates of one scale. It equals `chain(per_worker(scale_by_adam()),
-    all_reduce(reducer), add_decayed_weights(λ), scale_by_learning_rate(η))`. Low-rank, dense and unbiased codes
-    do not need it: use Adam after the mean, which averages the noise of the workers before it divides. A worker that
-    passes `examples=0` keeps its moments.
+    local gradient, and the code selects among updates of one scale. In float32 it equals
+    `chain(per_worker(scale_by_adam()), all_reduce(reducer), add_decayed_weights(λ), scale_by_learning_rate(η))`; for
+    parameters in half precision the moments are float32, since `v` would not fall in bfloat16. Low-rank, dense and
+    unbiased codes do not need it: use Adam after the mean, which averages the noise of the workers before it divides. A
+    worker that passes `examples=0` keeps its moments.
 
     *On the wire*: what the reducer sends for the gradients. *State*: per worker, `m` and `v` of the size of the
-    model, in the dtype of the parameters, and two counts; the state of the reducer.
+    model, in float32 or better, and two counts; the state of the reducer.
 
     Args:
       learning_rate: `η`, a number or a schedule. Start at twice the rate of `exact()` or at the same; in our runs 2e-3.
@@ -149,8 +152,18 @@ def compressed_adam(
     """
     check_adam(b1, b2, eps, weight_decay)
     return optax.chain(
-        per_worker(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), axis=axis),
+        per_worker(_in_working_dtype(optax.scale_by_adam(b1=b1, b2=b2, eps=eps)), axis=axis),
         all_reduce(reducer, axis=axis),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def _in_working_dtype(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation in float32 or better; its updates have the dtypes of the gradients."""
+
+    def update_fn(updates, state, params=None):
+        wide, state = tx.update(jax.tree.map(widen, updates), state, params)
+        return jax.tree.map(lambda u, g: u.astype(g.dtype), wide, updates), state
+
+    return optax.GradientTransformation(lambda params: tx.init(zeros_like(params)), update_fn)

@@ -33,7 +33,7 @@ from ..state.marks import (
     view_of,
 )
 from ..state.placement import Place, workers
-from ..transforms.local_gradients import explain_difference, explain_wrapped_communication
+from ..transforms.local_gradients import explain_difference, explain_metric, explain_wrapped_communication
 from ..transforms.skip_nonfinite import keep_attributes, with_skip_checks
 
 # The calls between two comparisons of values, with `check="values"`.
@@ -191,7 +191,7 @@ def _run_worker(
             error.add_note(UNTYPABLE)
         raise
     check_agreed(new, cfg.axes, what="leaf", advise=partial(explain_difference, new))
-    check_agreed(metrics, cfg.axes, what="metric", advise=lambda _: f"average it with jax.lax.pmean(x, {cfg.axis!r})")
+    check_agreed(metrics, cfg.axes, what="metric", advise=lambda _: explain_metric(new, cfg.axis))
     return new, metrics
 
 

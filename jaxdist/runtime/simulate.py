@@ -12,7 +12,7 @@ from .._core.compat import with_weak_types
 from .._core.trees import leaf_name
 from .._core.types import Array, AxisNames, PyTree, State
 from ..state.marks import WorkerView, axis_tuple, bind, expand_specs, run_in_view, split_axes, view_of
-from ..transforms.local_gradients import explain_difference, explain_wrapped_communication
+from ..transforms.local_gradients import explain_difference, explain_metric, explain_wrapped_communication
 from ..transforms.skip_nonfinite import with_skip_checks
 from .distribute import check_batch_specs
 
@@ -140,7 +140,7 @@ def _find_difference(worker: _Worker, state: State, blocks: Sequence[Any]) -> st
         except ValueError:
             return f"leaf `{leaf_name(path)}` differs between workers: {explain_difference(state, path)}"
     axis = axes[0] if len(axes) == 1 else axes
-    return f"a metric differs between workers: average it with jax.lax.pmean(x, {axis!r})"
+    return f"a metric differs between workers: {explain_metric(state, axis)}"
 
 
 def _to_blocks(x: Array, cut: Cut, sizes: Mapping[str, int]) -> Array:

@@ -414,18 +414,59 @@ def _close_state(new: State, old: State, view: WorkerView) -> State:
     leaves, found = jax.tree.flatten(new)
     expected = jax.tree.structure(old)
     if found != expected:
-        raise ValueError(
-            f"the step returned a state with another tree than it received:\n  received {expected}\n  returned {found}"
-        )
+        trees = f"  received {expected}\n  returned {found}"
+        advice = explain_new_tree(old, new)
+        raise ValueError(advice or f"the step returned a state with another tree than it received:\n{trees}")
     leaves = [*map(jnp.expand_dims, leaves, view.dimensions)]
     for (path, before), leaf in zip(jax.tree_util.tree_leaves_with_path(old), leaves, strict=True):
         if leaf.shape != before.shape or leaf.dtype != before.dtype:
             name = f"leaf `{leaf_name(path)}` of the state" if path else "the state"
             raise ValueError(
                 f"{name} was {before.dtype}{list(before.shape)} before the step and is now "
-                f"{leaf.dtype}{list(leaf.shape)}: a step must keep shapes and dtypes"
+                f"{leaf.dtype}{list(leaf.shape)}: {_explain_new_type(old, path, before, leaf)}"
             )
     return found.unflatten(leaves)
+
+
+def explain_new_tree(old: State, new: State) -> str | None:
+    """Returns advice if the state of one optimizer in a train state has another tree than before, or `None`."""
+    pairs = zip(_optimizer_states(old), _optimizer_states(new), strict=False)
+    # The last is the innermost: a chain contains its parts.
+    changed = [(a, b) for (_, a), (_, b) in pairs if jax.tree.structure(a) != jax.tree.structure(b)]
+    if not changed or type(changed[-1][0]) is not type(changed[-1][1]):
+        return None
+    name = type(changed[-1][0]).__name__
+    return (
+        f"the optimizer's state {name} has another tree after the update than before it, and a compiled step must keep "
+        "it. optax.monitor begins without its measurements: use optax.snapshot, or return them as metrics of the step, "
+        "{'norm': jd.zero.global_norm(gradients)}"
+    )
+
+
+def _explain_new_type(state: State, path: Any, before: Any, after: Any) -> str:
+    inside = any(tuple(path[: len(place)]) == place for place, _ in _optimizer_states(state))
+    if inside and before.shape == after.shape:
+        return (
+            "the optimizer keeps it in another dtype from its first update on, as some do for parameters of several "
+            "dtypes or of half precision: use zero_redundancy(optimizer, master_dtype=jnp.float32), or parameters in "
+            "float32"
+        )
+    return "a step must keep shapes and dtypes"
+
+
+def _optimizer_states(state: State) -> list[tuple[Any, Any]]:
+    """The states of optax in a train state and their paths, each before its parts."""
+
+    def is_optimizer(node: Any) -> bool:
+        return isinstance(node, tuple) and type(node).__module__.startswith("optax")
+
+    found = []
+    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_optimizer)[0]:
+        if is_optimizer(node):
+            # As a plain tuple, whose parts are found in turn.
+            parts = [((*path, *place), part) for place, part in _optimizer_states(tuple(node))]
+            found += [(tuple(path), node), *parts]
+    return found
 
 
 def _map_fields(f: Any, state: State, *rest: State) -> State:

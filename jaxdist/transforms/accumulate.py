@@ -13,18 +13,23 @@ from .._core.compat import vary_like
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
-from ..state.marks import PerWorker, bind, with_value
+from ..state.marks import PerWorker, bind, is_mark, with_value
 from .local_gradients import check_leaves, check_local, scale, with_extra_args
 from .skip_nonfinite import is_guarded
 
 
 class AccumulateState(NamedTuple):
-    """Each worker's sums since the last sync, `total` of gradients and `examples`; `count` of calls (replicated)."""
+    """Each worker's sums since the last sync, `total` of gradients and `examples`; `count` of calls (replicated).
+
+    `shards` are the sums for parameters that are sharded themselves (`Sharded`, with `None` in place of the others), or
+    `()`; `total` has `None` in their place.
+    """
 
     inner: State
     total: PerWorker
     examples: PerWorker
     count: Int[Array, ""]
+    shards: PyTree = ()
 
 
 class _Config(NamedTuple):
@@ -44,6 +49,7 @@ def accumulate(
     *On the wire*: the collectives of `tx` in one of `steps` calls; nothing in the others.
 
     *State*: the state of `tx`; a sum like the parameters in float32 and a number of examples for each worker; a count.
+    The sums for `Sharded` parameters (`zero_redundancy` in stage 3) are sharded: their gradients are means already.
 
     Args:
       tx: the whole chain, `all_reduce` and the optimizer. `skip_nonfinite` and `dynamic_loss_scale` go inside, which
@@ -57,8 +63,8 @@ def accumulate(
       worker is active in the update if it was in one of the calls.
 
     Raises:
-      ValueError: `steps` is below 1; at trace time, if there is neither `steps` nor `sync=`, if `sync=` is an array, or
-        if `all_reduce` would refuse the gradients.
+      ValueError: `steps` is below 1; at trace time, if there is neither `steps` nor `sync=`, if `sync=` is an array, if
+        `all_reduce` would refuse the gradients, or for `examples=` or `active=` with `Sharded` parameters.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -78,11 +84,11 @@ def accumulate(
 
 
 def _init(cfg: _Config, params: PyTree) -> State:
-    check_leaves(params)
-    total = jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params)
+    check_leaves(params, sharded=True)
+    total, shards = _split(jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params))
     # Another number of workers takes the mean of the sums: nothing that was accumulated is lost.
     marked = bind((PerWorker(total, resize="mean"), PerWorker(jnp.zeros((), jnp.float32), resize="mean")), cfg.axis)
-    return AccumulateState(cfg.tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32))
+    return AccumulateState(cfg.tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32), bind(shards, cfg.axis))
 
 
 def _update(
@@ -96,20 +102,26 @@ def _update(
     sync: Any = None,
     **extra_args: Any,
 ) -> tuple[Updates, State]:
-    check_leaves(updates)
+    check_leaves(updates, sharded=True)
     check_local(updates, cfg.axis)
+    if state.shards != () and (examples is not None or active is not None):
+        raise ValueError(
+            "examples= and active= cannot weigh the gradients of Sharded parameters, which are averaged over the "
+            "workers already: weigh the loss by the examples"
+        )
+    sums = _join(state.total.value, state.shards)
     # Without examples, each call counts as one, and an inactive one as none.
     number = jnp.asarray(1 if examples is None else examples, jnp.float32)
     number = number if active is None else number * jnp.asarray(active, jnp.float32)
     weighs = examples is not None or active is not None
     # Summed in float32: a sum of half-precision gradients would lose the small ones.
-    wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, state.total.value)
+    wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, sums)
     if extra_args.get("value") is not None and is_guarded(state.inner):
         # Only the loss of the last call is passed on: a gradient of NaN stands for those of the others.
         loss = jnp.asarray(extra_args["value"])
         wide = jax.tree.map(lambda x: jnp.where(jnp.isnan(loss).any(), jnp.nan, x), wide)
         extra_args["value"] = jnp.where(number > 0, loss, jnp.zeros_like(loss))
-    total = jax.tree.map(jnp.add, state.total.value, scale(wide, number) if weighs else wide)
+    total = jax.tree.map(jnp.add, sums, scale(wide, number) if weighs else wide)
     seen = state.examples.value + number
     count = next_count(state.count)
 
@@ -134,9 +146,28 @@ def _update(
         out, inner = jax.lax.cond(due, communicate, wait, total, seen, state.inner)
     # A sync starts the sums again.
     total, seen = jax.tree.map(lambda x: jnp.where(due, jnp.zeros_like(x), x), (total, seen))
+    total, shards = _split(total)
     return out, AccumulateState(
-        inner, with_value(state.total, total), with_value(state.examples, seen), jnp.where(due, 0, count)
+        inner, with_value(state.total, total), with_value(state.examples, seen), jnp.where(due, 0, count), shards
     )
+
+
+def _split(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The leaves of each worker, and those that are sharded (or `()`), with `None` in place of the others."""
+    if not any(map(is_mark, jax.tree.leaves(tree, is_leaf=is_mark))):
+        return tree, ()
+    own, sharded = (
+        jax.tree.map(lambda x, flag=flag: x if is_mark(x) == flag else None, tree, is_leaf=is_mark)
+        for flag in (False, True)
+    )
+    return own, sharded
+
+
+def _join(own: PyTree, sharded: PyTree) -> PyTree:
+    """The inverse of `_split`."""
+    if sharded == ():
+        return own
+    return jax.tree.map(lambda x, y: y if x is None else x, own, sharded, is_leaf=lambda x: x is None)
 
 
 def _zeros(like: PyTree[Like]) -> Updates:

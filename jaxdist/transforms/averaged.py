@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .._core.compat import mesh_axes_being_mapped, types_are_checked, varying_axes
 from .._core.dtypes import working_dtype
@@ -71,7 +72,7 @@ def average_function(f: Callable[..., Any], axis: AxisNames, name: str) -> Calla
         call.__name__ = call.__qualname__ = WHOLE
         return jax.jit(call)(params)
 
-    evaluate_mean.is_averaged = True  # pyright: ignore[reportFunctionMemberAccess]
+    evaluate_mean.__dict__["is_averaged"] = True
     return evaluate_mean
 
 
@@ -80,12 +81,12 @@ def average_arguments(extra_args: dict[str, Any], axis: AxisNames) -> dict[str, 
 
     Without checked types nothing says whether a value differs. The mean of equal ones is the same again.
     """
-    typed = _has_types(axis)
+    typed = has_types(axis)
     comm = over(axis)
 
     def average_leaf(x: Any) -> Any:
         # Concrete arrays are part of the program, which is one for all workers.
-        is_unknown = isinstance(x, jax.core.Tracer) and not typed and jnp.issubdtype(x.dtype, jnp.floating)
+        is_unknown = isinstance(x, Tracer) and not typed and jnp.issubdtype(x.dtype, jnp.floating)
         return _wide_mean(x, comm) if is_unknown else x
 
     return {
@@ -107,7 +108,7 @@ def check_functions(extra_args: dict[str, Any], params: PyTree, axis: AxisNames)
             continue
         known = inspect.signature(f).parameters
         call = partial(f, **{key: x for key, x in extra_args.items() if key in known})
-        if _has_types(axis):
+        if has_types(axis):
             found = jax.eval_shape(lambda p, call=call, rest=arguments: call(p, *rest), params)
             kinds = [x.manual_axis_type for x in jax.tree.leaves(found)]
             differs = any(kind and kind.varying & set(axis_tuple(axis)) for kind in kinds)
@@ -162,7 +163,7 @@ def _axes_in(closed: Any) -> Iterator[str]:
 
 
 def _call(f: Callable[[PyTree], Any], params: PyTree, axis: AxisNames, name: str) -> PyTree:
-    comm, typed = over(axis), _has_types(axis)
+    comm, typed = over(axis), has_types(axis)
     if typed:
         # Local first, so that the gradient of a plain `jax.grad` inside is this worker's and not the sum of all.
         local = comm.varying(params)
@@ -198,7 +199,8 @@ def _under_vmap(axis: AxisNames) -> bool:
     return not mesh_axes_being_mapped().issuperset(axis_tuple(axis))
 
 
-def _has_types(axis: AxisNames) -> bool:
+def has_types(axis: AxisNames) -> bool:
+    """Returns whether values are typed as equal or different on the workers of these axes."""
     return types_are_checked(axis_tuple(axis))
 
 

@@ -15,7 +15,17 @@ from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..reducers.base import NO_FORMS, Forms
-from ..state.marks import PerWorker, Sharded, axis_tuple, flatten_marks, is_mark, name_leaf, with_value
+from ..state.marks import (
+    OnHost,
+    PerWorker,
+    Sharded,
+    axis_tuple,
+    explain_new_tree,
+    flatten_marks,
+    is_mark,
+    name_leaf,
+    with_value,
+)
 from .overwritten import explain_overwritten
 
 
@@ -216,7 +226,10 @@ def communicates(node: Any) -> bool:
 
 
 def explain_wrapped_communication(state: PyTree) -> str | None:
-    """Returns advice if a wrapper that calls its inner transformation conditionally contains one that communicates."""
+    """Returns advice if a wrapper calls its inner transformation conditionally and must not.
+
+    Where that communicates, has parameters that are sharded themselves, or works in host memory.
+    """
     advice = {
         optax.MultiStepsState: "optax.MultiSteps around a transformation that communicates accumulates gradients that "
         "differ between workers: use local_value_and_grad(loss, micro_batches=k), accumulate(tx, k) for k calls of "
@@ -225,10 +238,40 @@ def explain_wrapped_communication(state: PyTree) -> str | None:
         "decide separately, and those that communicate never return: use skip_nonfinite(tx), or, only with exact(), "
         "put apply_if_finite after all_reduce in the chain: a reducer with a state keeps the NaN",
     }
+    for name in ("conditionally_mask", "conditionally_transform"):
+        kind = optax.ConditionallyMaskState if name == "conditionally_mask" else optax.ConditionallyTransformState
+        advice[kind] = (
+            f"optax.{name} around a transformation that communicates has gradients that differ between workers in its "
+            f"other branch: put it inside, zero_redundancy(optax.{name}(optimizer, ...)), or after all_reduce, "
+            f"chain(all_reduce(reducer), optax.{name}(...))"
+        )
     for node in _nodes(state, lambda x: type(x) in advice):
         if _nodes(tuple(node), communicates):
             return advice[type(node)]
+        around = isinstance(node, optax.ApplyIfFiniteState) and _nodes(tuple(node), _may_communicate)
+        if around and _has_shards_of_parameters(state):
+            return (
+                "optax.apply_if_finite lets each worker decide by its own shards of the gradients: use "
+                "skip_nonfinite(tx), or put it inside, zero_redundancy(optax.apply_if_finite(optimizer, ...))"
+            )
+        if isinstance(node, optax.MultiStepsState) and _has(tuple(node), OnHost):
+            return (
+                "optax.MultiSteps around offload.host selects between states in host memory and on the device, which "
+                "JAX refuses: put it inside, offload.host(optax.MultiSteps(optimizer, k).gradient_transformation()), "
+                "or use accumulate(tx, k)"
+            )
     return None
+
+
+def _may_communicate(node: Any) -> bool:
+    # An attribute of the states of all such transformations, True or False.
+    return hasattr(node, "communicates")
+
+
+def _has_shards_of_parameters(state: PyTree) -> bool:
+    """Returns whether anything is sharded outside the states of transformations that communicate or shard."""
+    outside = jax.tree.leaves(state, is_leaf=lambda x: is_mark(x) or _may_communicate(x))
+    return any(isinstance(x, Sharded) for x in outside)
 
 
 def explain_difference(state: PyTree, path: Any) -> str:
@@ -332,6 +375,17 @@ def _find_communication(state: PyTree, path: tuple[Any, ...]) -> tuple[str, str 
     return found
 
 
+def explain_metric(state: PyTree, axis: AxisNames) -> str:
+    """Returns what to do about a metric that differs between workers."""
+    if _has(state, Sharded):
+        # The mean of the norms of shards is no norm of the whole.
+        return (
+            f"average a loss, jd.comm.over({axis!r}).mean(loss); the norm of sharded gradients or parameters is "
+            f"jd.zero.global_norm(tree, axis={axis!r})"
+        )
+    return f"average it with jax.lax.pmean(x, {axis!r})"
+
+
 def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedState)
 
@@ -429,4 +483,13 @@ def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     """The optimizer, whose update takes extra arguments; raises TypeError for what is no optimizer."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(f"expected an optimizer, such as optax.adam(1e-3), got {tx!r}")
-    return optax.with_extra_args_support(tx)
+    plain = optax.with_extra_args_support(tx)
+
+    def update(updates, state, params=None, **extra_args):
+        updates, new = plain.update(updates, state, params, **extra_args)
+        # Here, where it can be named: loops and conditions around it would fail with errors about trees.
+        if reason := explain_new_tree(state, new):
+            raise ValueError(reason)
+        return updates, new
+
+    return optax.GradientTransformationExtraArgs(plain.init, update)

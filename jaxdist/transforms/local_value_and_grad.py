@@ -50,7 +50,8 @@ def local_value_and_grad(
         folded with the number of the part, and everything else is passed unchanged.
       has_aux: true if the loss also returns auxiliary data. Over micro-batches its floating leaves are averaged and its
         integer ones summed.
-      micro_batches: the number of parts. More saves memory and costs time per step.
+      micro_batches: the number of parts. More saves memory and costs time per step. Layers of `zero.gathered` (stage 3)
+        gather and reduce in every part, `k` times the bytes; `docs/reference/zero.md` has the form that does so once.
       scale: multiplies the loss, in float32, before it is differentiated, for parameters in float16:
         `jd.transforms.loss_scale(opt_state)` of a chain in `dynamic_loss_scale`. The returned value is not scaled.
 

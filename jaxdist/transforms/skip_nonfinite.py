@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from .._core.checks import Portable, check_count
 from .._core.dtypes import explain_dtype, widen, working_dtype
-from .._core.trees import leaf_name, tree_where
+from .._core.trees import leaf_name, to_device, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State
 from ..comm.over import over
 from ..state.donation import DonationChecks
@@ -378,7 +378,8 @@ def _is_moderate(x: Array) -> Bool[Array, ""]:
 def _overflows(old: PyTree, new: PyTree) -> Bool[Array, ""]:
     """Returns whether any entry has become non-finite. Those that already were are intended: a best loss of Inf."""
     pairs = zip(_inexact(old), _inexact(new), strict=True)
-    return _any((jnp.isfinite(a) & ~jnp.isfinite(b)).any() for a, b in pairs)
+    # Of state in host memory the flag is there too.
+    return _any(to_device((jnp.isfinite(a) & ~jnp.isfinite(b)).any()) for a, b in pairs)
 
 
 def _is_late(node: Any) -> bool:

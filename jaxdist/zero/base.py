@@ -137,8 +137,8 @@ def zero_redundancy(
     Args:
       inner: any optimizer, or a chain with clipping, schedules, masks and weight decay. A clip in front of this
         transformation sees the gradient of one worker, or its shard. Extra arguments of the update of `inner` must be
-        equal on all workers: `value=jax.lax.pmean(loss, axis)` for Polyak's steps, a `value_fn` with such a
-        mean for line searches.
+        equal on all workers: `value=jax.lax.pmean(loss, axis)` for Polyak's steps. Functions among them, as those of
+        line searches and SAM, are averaged (`transforms.averaged`), and where types are not checked, arrays too.
       stage: 1: one collective for all gradients, and one for all updates. 2: one for each 25 MiB of them, so that
         neither need exist in full at any time.
       reducer: averages the gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`,

@@ -1,12 +1,14 @@
 """Optimizer state on disk: the same bits as in memory, within the buffers, through crashes and full disks."""
 
 import errno
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from concurrent.futures import Executor, Future
 from inspect import unwrap
 
@@ -409,6 +411,40 @@ def test_a_damaged_manifest_is_deleted_as_its_error_says(tmp_path, adamw):
     (tmp_path / "worker-00000-of-00001" / "manifest.0.json").write_text("{}")
     with pytest.raises(offload.StoreDamagedError, match="restore it from a copy, or delete the folder"):
         opt.init(first)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("checksums", []),
+        ("checksums", "abc"),
+        ("checksums", [True]),
+        ("step", "x"),
+        ("step", -7),
+        ("step", 1.0),
+        ("chunk_bytes", None),
+        ("layout", 3),
+        ("numbers", [{"dtype": "no such", "shape": [], "data": ""}]),
+        ("numbers", {"count": 3}),
+        ("hashes", 5),
+        ("hashes", [["x"]]),
+    ],
+)
+def test_a_manifest_of_wrong_types(tmp_path, adamw, field, value):
+    """Its checksum is right."""
+    store = offload.Store(tmp_path)
+    opt = offload.nvme(adamw, store)
+    first = opt.init(params())
+    found = opt.apply(first, gradient(first))
+    opt.close()
+    for path in (tmp_path / "worker-00000-of-00001").glob("manifest.*.json"):
+        text = json.dumps({**json.loads(json.loads(path.read_text())["manifest"]), field: value})
+        path.write_text(json.dumps({"crc": zlib.crc32(text.encode()), "manifest": text}))
+    with pytest.raises(
+        offload.StoreDamagedError, match=r"the manifest .* restore it from a copy, or delete the folder"
+    ):
+        offload.nvme(adamw, store).init(found)
 
 
 def test_what_would_be_rounded_is_refused(tmp_path):

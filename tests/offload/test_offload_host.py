@@ -286,6 +286,22 @@ def test_simulated(expected):
     assert kinds(state.opt) == {"pinned_host"}
 
 
+BRANCHES = {
+    "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 2),
+    "sm3": optax.sm3(0.1),
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.9),
+    "conditionally_mask": optax.conditionally_mask(optax.adam(0.1), lambda step: step % 2 == 0),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branches_and_whole_leaves_simulated(name):
+    """There a worker's shard is cut from a whole array on the host."""
+    plain, tx = (three_steps(wrap(jd.zero_redundancy(BRANCHES[name])), 4) for wrap in (lambda tx: tx, offload.host))
+    assert_close(tx.params, plain.params, 1e-6)
+
+
 def test_delay_of_means_and_of_parts(four):
     """After `all_reduce` and inside `zero_redundancy`, which keeps this worker's part."""
     inner = optax.adam(1e-2)

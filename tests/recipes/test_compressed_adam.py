@@ -130,3 +130,19 @@ def test_a_worker_without_examples_keeps_its_moments(dummy):
     zeros = rows.copy()
     zeros[0, 2] = 0
     np.testing.assert_array_equal(updates, run_all(*zeros, jnp.array([1.0, 2.0, 0.0]))[0])
+
+
+def test_the_variance_falls_in_bfloat16():
+    """In its own precision 0.999 v would be rounded to v: after a large gradient steps would stay short for ever."""
+    tx = compressed_adam(0.1, jd.error_feedback(jd.compressed(jd.top_k(0.5))), axis=None)
+    params = jnp.zeros(4, jnp.bfloat16)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    updates, state = update(jnp.full(4, 8.0, jnp.bfloat16), state, params)
+    first = np.asarray(state[0].value.nu)
+    for _ in range(20):
+        updates, state = update(jnp.zeros(4, jnp.bfloat16), state, params)
+    moments = state[0].value
+    assert updates.dtype == jnp.bfloat16
+    assert moments.mu.dtype == moments.nu.dtype == jnp.float32
+    np.testing.assert_allclose(moments.nu, first * 0.999**20, rtol=1e-5)

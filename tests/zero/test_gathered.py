@@ -154,3 +154,127 @@ def test_refusals():
     cut: Any = {"w": jd.Sharded(jnp.zeros(8), multiple=8)}
     with pytest.raises(ValueError, match="weigh the loss by the examples"):
         tx.update(cut, tx.init(cut), cut, examples=3)
+
+
+def dense_loss(p, x):
+    return jnp.mean(jnp.tanh(x @ p["w"]) ** 2)
+
+
+def test_bytes_of_a_window_of_parts():
+    """Micro-batches gather and reduce in each part; a mean over the parts inside of `gathered` once."""
+    parts = 4
+
+    def window(p, x):
+        part = jax.checkpoint(lambda part: dense_loss(p, part))
+        return jnp.mean(jax.lax.map(part, x.reshape(parts, -1, *x.shape[1:])))
+
+    def run(value_and_grad):
+        def step(state, x):
+            value, gradient = value_and_grad(state["w"], x)
+            return {"w": gradient}, jax.lax.pmean(value, "data")
+
+        mesh = jd.make_mesh({"data": 8})
+        state = jd.place({"w": shard({"w": jnp.eye(64)}, smallest=0)}, mesh)
+        x = np.random.default_rng(0).normal(size=(8 * parts, 64)).astype(np.float32)
+        compiled = jd.distribute(step, mesh, donate=False).lower(state, x).compile()
+        return analysis.collectives(compiled).wire_bytes, compiled(state, x)[0]
+
+    once, expected = run(jd.local_value_and_grad(gathered(dense_loss)))
+    of_window, found = run(jd.local_value_and_grad(gathered(window)))
+    of_parts, again = run(jd.local_value_and_grad(gathered(dense_loss), micro_batches=parts))
+    assert of_window == once
+    # The metric, four bytes, is sent once.
+    assert of_parts > 0.99 * parts * once
+    assert_close(found, expected, 1e-6)
+    assert_close(again, expected, 1e-6)
+
+
+MODES = ("types", "values", "simulate")
+
+
+def train(tx, mode, metric=lambda gradients: None, *, steps=4, stage=3, smallest=10):
+    """Returns the parameters after these steps, and the last metric."""
+    start = {"w": jnp.eye(6, 5), "b": jnp.zeros(5)}
+    start = shard(start, smallest=smallest) if stage == 3 else start
+    place = 2 if mode == "simulate" else jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
+
+    def step(state, x):
+        _, gradients = jd.local_value_and_grad(gathered(dense_loss))(state["p"], x)
+        updates, opt = tx.update(gradients, state["opt"], state["p"])
+        return {"p": optax.apply_updates(state["p"], updates), "opt": opt}, metric(gradients)
+
+    state = jd.init_state(lambda: {"p": start, "opt": tx.init(start)}, place)
+    run = jd.simulate(step, place) if mode == "simulate" else jd.distribute(step, place, check=mode)
+    logged = None
+    for i in range(steps):
+        state, logged = run(state, np.random.default_rng(i).normal(size=(8, 6)).astype(np.float32))
+    return jd.consensus(state["p"]), logged
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accumulated_over_calls(mode):
+    """Of large leaves, which are sharded, and small ones, which are not."""
+    found, _ = train(jd.accumulate(jd.zero_redundancy(optax.adam(0.05)), 2), mode)
+    start = {"w": jnp.eye(6, 5), "b": jnp.zeros(5)}
+    tx = optax.adam(0.05)
+    state = tx.init(start)
+    for i in (0, 2):
+        each = [np.random.default_rng(i + k).normal(size=(8, 6)).astype(np.float32) for k in range(2)]
+        mean = jax.tree.map(lambda *g: sum(g) / 2, *[jax.grad(dense_loss)(start, x) for x in each])
+        updates, state = tx.update(mean, state, start)
+        start = optax.apply_updates(start, updates)
+    assert_close(found, start, 1e-6)
+
+
+def test_examples_cannot_weigh_sharded_gradients():
+    tx = jd.accumulate(jd.zero_redundancy(optax.sgd(0.1), axis=None), 2, axis=None)
+    params = shard({"w": jnp.ones(4)}, smallest=0)
+    for given in ({"examples": 3}, {"active": True}):
+        with pytest.raises(ValueError, match=r"cannot weigh the gradients of Sharded parameters.* weigh the loss"):
+            tx.update(params, tx.init(params), params, **given)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_norm_of_the_mean_gradient(mode, stage):
+    _, found = train(jd.zero_redundancy(optax.sgd(0.1)), mode, jd.zero.global_norm, steps=1, stage=stage)
+    batch = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    expected = optax.tree.norm(jax.grad(dense_loss)({"w": jnp.eye(6, 5), "b": jnp.zeros(5)}, batch))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    if mode != "values":
+        with pytest.raises(ValueError, match=r"the norm of sharded gradients .* jd.zero.global_norm"):
+            train(jd.zero_redundancy(optax.sgd(0.1)), mode, optax.tree.norm, steps=1)
+
+
+def test_norms_of_other_trees():
+    padded = jd.Sharded(jnp.array([3.0, 4.0, 7.0]), shape=(2,))
+    assert jd.zero.global_norm({"w": jnp.array([3.0, 4.0]), "b": None}, axis=None) == 5.0
+    assert jd.zero.global_norm([padded], axis=None) == 5.0
+    assert jd.zero.global_norm({}, axis=None) == 0.0
+    with pytest.raises(ValueError, match="is marked PerWorker: workers have no common norm"):
+        jd.zero.global_norm({"w": jd.PerWorker(jnp.ones(2))}, axis=None)
+
+
+WRAPPERS = {
+    "finite": (lambda tx: optax.apply_if_finite(tx, 3), r"by its own shards.* zero_redundancy\(optax.apply_if_finite"),
+    "steps": (
+        lambda tx: optax.MultiSteps(jd.offload.host(tx), 2).gradient_transformation(),
+        r"MultiSteps around offload.host .* offload.host\(optax.MultiSteps",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_that_cannot_be_around_it(name, mode):
+    wrap, match = WRAPPERS[name]
+    with pytest.raises(ValueError, match=match):
+        train(wrap(jd.zero_redundancy(optax.adam(0.1))), mode, steps=1, smallest=0)
+
+
+@pytest.mark.parametrize("name", ["conditionally_mask", "conditionally_transform"])
+def test_conditions_around_communication_are_refused(name):
+    around = getattr(optax, name)(jd.zero_redundancy(optax.adam(0.1)), lambda step: step % 2 == 0)
+    for mode in MODES:
+        with pytest.raises(ValueError, match=rf"optax.{name} .* put it inside, zero_redundancy\(optax.{name}"):
+            train(around, mode, steps=1, stage=1)

@@ -108,6 +108,9 @@ class Disk:
         manifest = self.manifests[self.slot]
         if manifest["layout"] != layout.signature:
             raise self._mismatch()
+        if len(manifest["checksums"]) != len(layout.chunks):
+            what = f"the manifest has {len(manifest['checksums'])} checksums for {len(layout.chunks)} chunks"
+            raise files.StoreDamagedError(f"{what}; restore it from a copy, {files.RESUME}", self.folder, step)
         self.step, self.sums = step, manifest["checksums"]
         self.numbers = files.decode(manifest["numbers"])
         # Manifests of earlier versions do not have it, or had other hashes under another name.

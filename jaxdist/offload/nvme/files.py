@@ -271,16 +271,19 @@ def read_manifests(folder: Path) -> dict[int, dict[str, Any]]:
                 outer = json.loads(path.read_text())
                 if zlib.crc32(outer["manifest"].encode()) != outer["crc"]:
                     raise ValueError("the checksum differs")
-                found[slot] = json.loads(outer["manifest"])
+                manifest = json.loads(outer["manifest"])
+                other_format = manifest["format"] != FORMAT
+                if not other_format:
+                    _check_fields(manifest)
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 damaged.append(path)
-    for slot, manifest in found.items():
-        if manifest["format"] != FORMAT:
-            path = _manifest_path(folder, slot)
-            raise ValueError(
-                f"{path} has format {manifest['format']}, this version reads {FORMAT}: continue with the version that "
-                "wrote it, or choose a new folder"
-            )
+                continue
+            if other_format:
+                raise ValueError(
+                    f"{path} has format {manifest['format']}, this version reads {FORMAT}: continue with the version "
+                    "that wrote it, or choose a new folder"
+                )
+            found[slot] = manifest
     for path in damaged:
         # Without its manifests a folder begins at step 0.
         advice = f"restore it from a copy, {RESUME}"
@@ -289,6 +292,19 @@ def read_manifests(folder: Path) -> dict[int, dict[str, Any]]:
             advice = f"delete it to return to the other one, of step {other['step']}"
         raise StoreDamagedError(f"the manifest is damaged; {advice}", path, -1)
     return found
+
+
+def _check_fields(manifest: dict[str, Any]) -> None:
+    """Raises an error for fields of other types than `write_manifest` writes, whose checksum may yet be right."""
+    hashes = manifest.get("hashes")
+    lists = [manifest["checksums"], *([] if hashes is None else hashes)]
+    counts = [manifest["step"], manifest["chunk_bytes"], *(number for numbers in lists for number in numbers)]
+    # `bool` is a subclass of `int`.
+    if any(type(x) is not int or x < 0 for x in counts) or not manifest["chunk_bytes"]:
+        raise ValueError("steps, sizes, checksums and hashes are numbers from 0 on")
+    if any(type(x) is not list for x in lists) or not isinstance(manifest["layout"], str):
+        raise ValueError("a list or the layout is missing")
+    decode(manifest["numbers"])
 
 
 def _sync_folder(folder: Path) -> None:
