@@ -14,7 +14,8 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
 from ..state.marks import PerWorker, bind, with_value
-from .local_gradients import check_leaves, check_local, scale, with_extra_args
+from .local_gradients import check_leaves, check_local, with_extra_args
+from .weights import scale, weight_of_worker
 
 
 class AccumulateState(NamedTuple):
@@ -52,8 +53,8 @@ def accumulate(
     Returns:
       The transformation. Its updates are zero between two syncs. `update` takes `sync=`, a Python bool that replaces
       the count, so that the program for `False` has no collective (`distribute(..., static_argnames=("sync",))`), and
-      `examples=`, which weighs calls as well as workers, and `active=`: a call that is not active adds nothing, and a
-      worker is active in the update if it was in one of the calls.
+      `examples=`, one number, which weighs calls as well as workers, and `active=`: a call that is not active adds
+      nothing, and a worker is active in the update if it was in one of the calls.
 
     Raises:
       ValueError: `steps` is below 1; at trace time, if there is neither `steps` nor `sync=`, if `sync=` is an array, or
@@ -98,12 +99,11 @@ def _update(
     check_leaves(updates)
     check_local(updates, cfg.axis)
     # Without examples, each call counts as one, and an inactive one as none.
-    number = jnp.asarray(1 if examples is None else examples, jnp.float32)
-    number = number if active is None else number * jnp.asarray(active, jnp.float32)
-    weighs = examples is not None or active is not None
+    weight = weight_of_worker(examples, active, name="accumulate")
+    number = jnp.ones((), jnp.float32) if weight is None else weight
     # Summed in float32: a sum of half-precision gradients would lose the small ones.
     wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, state.total.value)
-    total = jax.tree.map(jnp.add, state.total.value, scale(wide, number) if weighs else wide)
+    total = jax.tree.map(jnp.add, state.total.value, wide if weight is None else scale(wide, number))
     seen = state.examples.value + number
     count = next_count(state.count)
 
