@@ -20,6 +20,7 @@ from ..state.placement import consensus
 from ..topology.base import Topology, check_topology
 from ..transforms.common import check_per_worker, inner_step
 from ..transforms.local_gradients import check_leaves, check_local, check_shards, refuse_model_axes, with_extra_args
+from ..transforms.weights import as_flag, check_shared, zero_unless
 from .method import Method, StepContext, check_interval, workers_of
 from .plain import d_psgd
 
@@ -66,10 +67,12 @@ def gossip(
     transformation takes local gradients, needs `params` and comes last in a chain. Its `update` also takes
 
     - `learning_rate=`, the replicated rate of this step, for the methods that need it;
-    - `active=`, a boolean of this worker, false where it takes no step of its own (it still averages);
+    - `active=`, a boolean of this worker, false where it takes no step of its own, as without examples: its gradient
+      is left out, even NaN, and its optimizer's state stays; it still averages;
     - `round=`, the static number of a round as `due_round` gives it;
 
-    and refuses `examples=`, since unequal weights of neighbors would change the global mean.
+    and refuses `examples=`, since unequal weights of neighbors would change the global mean: pass
+    `active=examples > 0`.
 
     *On the wire*: see the method; one message for each neighbor and dtype, whatever the number of leaves. With a
     topology that changes, the program contains the messages of all its rounds, and a step sends those of one.
@@ -149,11 +152,16 @@ def _update(
     *,
     learning_rate: Any = None,
     examples: Any = None,
-    active: Array | None = None,
+    active: Any = None,
     round: Any = None,
     **extra_args: Any,
 ) -> tuple[Updates, State]:
     _check_update(cfg, updates, params, examples)
+    if active is not None:
+        # A worker without examples may have a NaN gradient.
+        active = as_flag(active)
+        check_shared("active", active, params)
+        updates = zero_unless(active, updates)
     if cfg.method.flattens:
         refuse_model_axes("this method", "use d_psgd, gradient_tracking or another method that sends whole models")
     if cfg.carriers is not None:
@@ -166,7 +174,7 @@ def _update(
         extras["learning_rate"] = learning_rate
 
     def adapt(direction: Updates) -> tuple[Updates, State]:
-        return inner_step(cfg.inner, direction, state.inner.value, params, axis=cfg.axis, active=active, **extras)
+        return inner_step(cfg.inner, direction, state.inner.value, params, axis=cfg.axis, taken=active, **extras)
 
     with jax.named_scope("gossip"):
         result = cfg.method.step(
@@ -205,8 +213,8 @@ def _check_update(cfg: _Config, updates: Updates, params: PyTree | None, example
         raise ValueError(NO_PARAMS)
     if examples is not None:
         raise ValueError(
-            "gossip does not support example weighting: unequal weights of neighbors would change the global mean; "
-            "pass active= for workers without examples, or use local_steps"
+            "gossip does not support example weighting (examples=): unequal weights of neighbors would change the "
+            "global mean; pass active=examples > 0 for workers without any, or use local_steps"
         )
     check_leaves(updates, sharded=True)
     check_local(updates, cfg.axis)

@@ -18,17 +18,21 @@ from .._core.hashing import hash_array
 from .._core.jaxprs import propagate
 from .._core.types import Array, PyTree, State, Updates
 from ..comm.base import alone
-from ..local_sgd.state import LocalStepsState, mark_inner, unmark_inner, update_inner_buffers
+from ..local_sgd.state import LocalStepsState, advance_schedules, mark_inner, unmark_inner, update_inner_buffers
 from ..local_sgd.synchronize import round_like
 from ..reducers.base import Extras, Law, Messages, Reduced, Reducer
 from ..reducers.feedback import EF21State
-from ..state.marks import is_mark
+from ..state.marks import is_mark, with_value
 from ..state.placement import place_leaf
 from .protocol import hash_of
 
 ONE_MESSAGE = "exact(), compressed(code), or error_feedback around compressed(code)"
 # Labels of the trace of a round: what only this island has, what all islands have, and what arrives.
 OWN, SHARED, ARRIVED = 1, 2, 4
+
+
+# In place of a number of examples, before a step of the round has counted any.
+UNCOUNTED = -1.0
 
 
 class Shared(NamedTuple):
@@ -181,7 +185,17 @@ def zeros_like(tree: PyTree) -> PyTree:
 def restart_counts(local: LocalStepsState, number: Array) -> LocalStepsState:
     """Returns the state at the start of a round, which is also the number of rounds before it."""
     zeros = {name: jnp.zeros_like(getattr(local, name)) for name in ("since", "rates")}
-    return local._replace(rounds=jnp.full_like(local.rounds, number), **zeros)
+    # A mark: 0 would be a round of steps without examples.
+    uncounted = with_value(local.examples, jnp.full_like(local.examples.value, UNCOUNTED))
+    return local._replace(rounds=jnp.full_like(local.rounds, number), examples=uncounted, **zeros)
+
+
+@partial(jax.jit, static_argnums=0)
+def catch_up(inner: optax.GradientTransformationExtraArgs, local: LocalStepsState, steps: Array) -> LocalStepsState:
+    """Returns the state at a step of the run, where it is behind: schedules go on there, moments are its own."""
+    missing = jnp.maximum(jnp.asarray(steps, local.count.dtype) - local.count, 0)
+    state = advance_schedules(inner, unmark_inner(local.inner, None), local.anchor, missing)
+    return local._replace(count=local.count + missing, inner=mark_inner(state, None))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -16,6 +16,8 @@ from ..state.placement import place_leaf
 from . import protocol, run
 from .base import AnchorDiffersError, DamagedError, JoinOptions, NameTakenError, Report, TooFewIslandsError
 from .exchange import (
+    UNCOUNTED,
+    catch_up,
     compile_programs,
     encode_drift,
     measure_drift,
@@ -39,6 +41,16 @@ LATE_IS_SLOW = 3
 DIFFERING_IS_FATAL = 3
 
 
+def _check_examples(local: LocalStepsState) -> None:
+    """Checks that all leaves have counted as many examples, since a drift has one weight."""
+    counted = to_host(local.examples.value)
+    if counted.size and (counted != counted[0]).any():
+        raise ValueError(
+            f"the steps passed a tree as examples=, and counted {counted.min():g} to {counted.max():g} for single "
+            "leaves: an island's drift has one weight; pass one number to the update"
+        )
+
+
 class Island:
     """One training job of a run. Made by `join`."""
 
@@ -53,6 +65,7 @@ class Island:
         self._behind = False
         self._late = self._differing = 0
         self._last_rate: float | None = None
+        self._last_weight = 1.0
         self._too_few_since: float | None = None
 
     def due(self, number: int) -> bool:
@@ -71,8 +84,11 @@ class Island:
         """Opens the run with this state, or takes the global parameters of the run that is there.
 
         Compiles what meetings need before it announces itself, so that others never wait for a compilation. A state
-        from a checkpoint keeps its inner optimizer; its residual and its progress since its last round are kept if
-        the run has not gone on since and this progress was not sent.
+        that is behind the run takes over its step, `sync_period` times its rounds: `LocalStepsState.count` and the
+        schedules of the inner optimizer (fields `count` without moments beside them) go on there. Moments, with the
+        counts of their bias correction, are the state's own: zero in a fresh one, from a checkpoint as they were
+        saved. Its residual and its progress since its last round are kept if the run has not gone on since and this
+        progress was not sent.
 
         Raises:
           RunMismatchError: the run has another model, reducer, outer optimizer or format; nothing was written.
@@ -85,7 +101,7 @@ class Island:
         if not run.has_begun(self._store):
             self._replay.keep(local)
         local, params = self._take_run(local, params)
-        state = replace_model(state, self._restart_counts(local), params)
+        state = replace_model(state, self._restart_counts(self._catch_up(local)), params)
         model = MeetingState(*find_model(state))
         # A program that compiles in a meeting would make the others wait.
         compile_programs(
@@ -94,41 +110,46 @@ class Island:
         # Rounds may have ended meanwhile: this island announces itself in the one that is open.
         self._follow_jumps(self._settle, model, Report(self._replay.round))
         self._late = 0
-        state = replace_model(state, self._restart_counts(model.local), model.params)
+        state = replace_model(state, self._restart_counts(self._catch_up(model.local)), model.params)
         self._entered = True
         self._store.create(self._name("here"), b"{}")
         self._await_first()
         return state
 
-    def meet(self, state: PyTree, *, examples: float | int = 1.0) -> tuple[PyTree, Report]:
+    def meet(self, state: PyTree, *, examples: float | int | None = None) -> tuple[PyTree, Report]:
         """Exchanges this island's progress with the others'; returns within `round_timeout` and the transfer.
 
         Args:
           state: the training state; it contains the state of `local_steps` and the parameters.
           examples: the weight of this island's drift, such as the number of its examples in the round; not negative.
+            `None`: the sum of the `examples=` that the steps of the round passed to the update, as on a mesh, or 1 if
+            they passed none. Progress that an earlier round did not take keeps the weight of one round.
 
         Returns:
           The state, with the global parameters after the round and what of its own progress no round has taken, and a
           `Report`. If the store is out of reach the report says so, and the progress stays: go on training.
 
         Raises:
-          ValueError: `examples` is negative or not finite, or this island has not entered.
+          ValueError: `examples` is negative or not finite; the steps passed a tree of numbers, and a drift has one
+            weight; or this island has not entered.
           NameTakenError: a newer process has this name.
           AnchorDiffersError: the global parameters differ from those of the run again and again.
           TooFewIslandsError: fewer than `quorum` islands for `patience` seconds.
         """
         if not self._entered:
             raise ValueError("call enter(state) before meet, and not meet after leave")
-        return self._meet(state, float(examples), leaving=False)
+        return self._meet(state, examples, leaving=False)
 
-    def leave(self, state: PyTree | None = None, *, examples: float | int = 1.0) -> tuple[PyTree, Report] | None:
+    def leave(
+        self, state: PyTree | None = None, *, examples: float | int | None = None
+    ) -> tuple[PyTree, Report] | None:
         """Leaves the run, so that no island waits for this one; with a state, its progress is sent first.
 
         It waits for no other island. `join` calls it without a state at the end of its `with` block.
         """
         if not self._entered:
             return None
-        result = None if state is None else self._meet(state, float(examples), leaving=True)
+        result = None if state is None else self._meet(state, examples, leaving=True)
         self._store.deadline = self._store.now() + self._options.round_timeout
         # What is under way counts, if the store can be reached.
         with suppress(ConnectionError, DamagedError):
@@ -154,13 +175,14 @@ class Island:
 
     # A meeting
 
-    def _meet(self, state: PyTree, examples: float, *, leaving: bool) -> tuple[PyTree, Report]:
-        if not 0 <= examples < float("inf"):
+    def _meet(self, state: PyTree, examples: float | int | None, *, leaving: bool) -> tuple[PyTree, Report]:
+        if examples is not None and not 0 <= examples < float("inf"):
             raise ValueError(f"examples must be finite and at least 0, got {examples}: it weights this island's drift")
         store, started = self._store, self._store.now()
         store.sent = store.received = 0
         store.deadline = started + self._options.round_timeout
         local, params = find_model(state)
+        _check_examples(local)
         report = Report(self._replay.round)
         model = MeetingState(local, params)
         try:
@@ -192,7 +214,7 @@ class Island:
                     raise
                 self._store.sleep(min(LONGEST_PAUSE, self._options.round_timeout / 50))
 
-    def _exchange(self, model: MeetingState, report: Report, *, examples: float, leaving: bool) -> Report:
+    def _exchange(self, model: MeetingState, report: Report, *, examples: float | None, leaving: bool) -> Report:
         """Settles what is under way, then sends this island's drift until a round takes it or time is up."""
         # First, since a store is asked by one thread at a time.
         self._outbox.finish_transfer()
@@ -244,15 +266,16 @@ class Island:
             self._late = 0
         return report
 
-    def _send(self, model: MeetingState, examples: float, *, leaving: bool) -> bool:
+    def _send(self, model: MeetingState, examples: float | None, *, leaving: bool) -> bool:
         """Puts this island's drift into the store.
 
         Returns false if it is not finite: then the anchor is taken, and the inner optimizer restarts.
         """
         local = model.local
         drift = measure_drift(local.anchor, model.params)
+        weight = self._weight_of(local, drift) if examples is None else float(examples)
         arrays, after, finite, moved = encode_drift(
-            self._replay.method, self._index, drift, local.reducer[0], np.float32(examples)
+            self._replay.method, self._index, drift, local.reducer[0], np.float32(weight)
         )
         if not bool(to_host(finite)):
             model.params = rebase(local.anchor, model.params, zeros_like(drift))
@@ -264,7 +287,7 @@ class Island:
         name = self._name("drift")
         place, body = self._replay.pack_body(name, [to_host(x) for x in arrays])
         waited = self._late < LATE_IS_SLOW
-        record = Drift(self._session, place, self._replay.digest, examples, rate, waited, leaving)
+        record = Drift(self._session, place, self._replay.digest, weight, rate, waited, leaving)
         message = DriftMessage(self._replay.round, name, protocol.to_json(record), place, body)
         flight = InFlight(self._replay.round, place, drift, after, self._store.now(), message, self._session)
         self._outbox.send(flight, self._replay.expected, in_background=self._options.overlap and not leaving)
@@ -391,6 +414,27 @@ class Island:
 
     # Small parts
 
+    def _weight_of(self, local: LocalStepsState, drift: PyTree) -> float:
+        """The number of examples that the steps of the round counted; 1 if they counted none."""
+        counted, since = to_host(local.examples.value), int(to_host(local.since)[0])
+        if counted[0] == UNCOUNTED:
+            return 1.0
+        # Offline, steps go on: a drift of several rounds is their sum already, and has the weight of one.
+        weight = float(counted[0]) * min(1.0, self._config.sync_period / max(since, 1))
+        if weight:
+            self._last_weight = weight
+        elif any(bool(to_host(x).any()) for x in jax.tree.leaves(drift)):
+            # Progress that an earlier round did not take.
+            return self._last_weight
+        return weight
+
+    def _catch_up(self, local: LocalStepsState) -> LocalStepsState:
+        """The state at the step of the run, if it is behind."""
+        steps = self._replay.round * self._config.sync_period
+        if int(to_host(local.count)) >= steps:
+            return local
+        return catch_up(self._config.inner, local, np.int32(min(steps, np.iinfo(np.int32).max)))
+
     def _rate_of(self, local: LocalStepsState, moved: bool) -> float | None:
         """The mean learning rate since the last round; `None` if the steps pass none and the outer step needs none.
 
@@ -418,7 +462,7 @@ class Island:
 
     def _restart_counts(self, local: LocalStepsState) -> LocalStepsState:
         """The counts at the start of a round; in flight or offline, they go on."""
-        if int(to_host(local.rounds)[0]) == self._replay.round:
+        if int(to_host(local.rounds)[0]) == self._replay.round and int(to_host(local.since)[0]):
             return local
         return restart_counts(local, np.int32(self._replay.round))
 

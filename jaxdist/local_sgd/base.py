@@ -18,6 +18,7 @@ from ..reducers.base import Law, Reducer, check_reducer, exact
 from ..state.marks import PerWorker, bind, is_mark, with_value
 from ..transforms.common import LearningRate, inner_step, rate_at
 from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes, with_extra_args
+from ..transforms.weights import check_shared, weight_of_leaves
 from .fragments import (
     Fragments,
     SyncPeriod,
@@ -49,6 +50,7 @@ from .state import (
 from .synchronize import (
     Fragment,
     check_entrywise,
+    has_shards,
     init_reducer,
     merge_anchor,
     parse_sync_override,
@@ -109,12 +111,14 @@ def local_steps(
 
     The transformation comes last in a chain. Its `update` needs `params`, and takes: `learning_rate=`, the replicated
     rate of this step; outer optimizer and reducer receive its mean over the round. `examples=`, the number of this
-    worker's examples behind the gradient; drifts are weighted by their sum over the round, and a worker without any
-    contributes nothing and keeps its residual (`participation` draws the workers of a round). `active=`, a boolean of
-    this worker; false for a step that it does not take. `sync_period=`, a replicated `H` instead of that of the
-    schedule. `sync=`, a static boolean, or the numbers of the fragments to synchronize in this step, where the host
-    chooses the program (`due_fragments` says when): the program then contains the collective without any condition, or
-    none at all, warm-up included.
+    worker's examples behind the gradient, or a tree of numbers, a prefix of the parameters, for single leaves: with 0
+    this step is not taken, even if its gradient is NaN, and the state of `inner` stays. Drifts are weighted by the sum
+    over the round; a worker without any contributes nothing and keeps its residual (`participation` draws the workers
+    of a round), and a leaf that no worker used keeps its anchor. `active=`, a boolean of this worker; false for a step
+    that it does not take, though its drift counts like those of the others. `sync_period=`, a replicated `H` instead of
+    that of the schedule. `sync=`, a static boolean, or the numbers of the fragments to synchronize in this step, where
+    the host chooses the program (`due_fragments` says when): the program then contains the collective without any
+    condition, or none at all, warm-up included.
 
     Args:
       inner: the optimizer of each worker. Its `update` also receives `anchor=` and `step=`. It may itself communicate,
@@ -138,7 +142,7 @@ def local_steps(
       buffers: the treatment of `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero (schedules go on
         counting), or `"average"` over workers.
       warmup_steps: the number of first steps that average gradients exactly instead; workers stay equal, and all of
-        them take these steps, whatever `active=` says.
+        them take these steps, also those whose own gradient is left out.
       reducer: averages the drift; by default `exact()`.
 
     Raises:
@@ -211,7 +215,7 @@ def _init(cfg: _Config, params: PyTree) -> State:
         anchor=anchor,
         outer=tuple(cfg.outer.init(part) for part in parts),
         inner=mark_inner(inner, cfg.axis),
-        examples=bind(PerWorker(jnp.zeros(number, jnp.float32), resize="mean"), cfg.axis),
+        examples=bind(PerWorker(jnp.zeros(len(jax.tree.leaves(anchor)), jnp.float32), resize="mean"), cfg.axis),
         # Fragments draw different numbers.
         reducer=tuple(bind(fold_keys(x, i) if i else x, cfg.axis) for i, x in enumerate(reducers)),
         sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if cfg.overlap_correction else ()), cfg.axis),
@@ -244,7 +248,12 @@ def _update(
     warm = False if override is not None or not cfg.warmup_steps else state.count < cfg.warmup_steps
     # A round starts only after the previous one has arrived.
     period = jnp.maximum(period_at(cfg.sync_period if sync_period is None else sync_period, state.count), cfg.delay + 1)
-    has_extras = {"has_rate": learning_rate is not None, "has_examples": examples is not None}
+    weight = weight_of_leaves(examples, active, updates)
+    if weight is not None:
+        check_shared("active" if examples is None else "examples", weight, params)
+    has_examples = weight is not None and examples is not None
+    by_leaf = weight is not None and bool(weight.ndim)
+    has_extras = {"has_rate": learning_rate is not None, "has_examples": has_examples, "by_leaf": by_leaf}
     synchronize = partial(_synchronize, cfg, comm, override, period, warm, **has_extras)
 
     with jax.named_scope("local_steps"):
@@ -253,29 +262,28 @@ def _update(
         if cfg.delay:
             state, _, _ = synchronize(state, params)
 
-        # During the warm-up all workers take the same step, with the mean gradient.
-        gradients = warm_mean(comm, warm, updates, examples)
+        # During the warm-up all workers take the same step, with the mean gradient; afterwards each its own, unless it
+        # has no examples.
+        gradients, taken = warm_mean(comm, warm, updates, weight)
         given = {"learning_rate": learning_rate, "examples": examples}
         passed = {"step": state.count, **extra_args, **{k: v for k, v in given.items() if v is not None}}
         passed["anchor"] = anchor
+        # The gradients of a shard are means already, and the workers that have the others have as many examples.
+        if has_shards(params):
+            passed.pop("examples", None)
         inner_state = unmark_inner(state.inner, cfg.axis)
         # Where the inner optimizer mixes models, an inactive worker still takes part in that.
         nested = has_models(inner_state)
-        if nested and active is not None:
-            passed, active = {**passed, "active": active}, None
-        elif active is not None and warm is not False:
-            # A synchronous step is one of all workers, which stay equal.
-            active = jnp.logical_or(active, warm)
-        steps, inner_state = inner_step(
-            cfg.inner, gradients, inner_state, params, axis=cfg.axis, active=active, **passed
-        )
-        group = inner_anchor(inner_state)
-        if group is not None and examples is not None:
+        if examples is not None and inner_anchor(inner_state) is not None:
             raise ValueError(
-                "local_steps around local_steps does not support example weighting: groups have equal weights; leave "
-                "examples= out"
+                "local_steps around local_steps does not support example weighting (examples=): groups have equal "
+                "weights; leave it out, and pass active=examples > 0 for workers without any"
             )
-        state = _advance_counts(state, warm, learning_rate, examples)
+        if nested and taken is not None:
+            passed, taken = {**passed, "active": taken}, None
+        steps, inner_state = inner_step(cfg.inner, gradients, inner_state, params, axis=cfg.axis, taken=taken, **passed)
+        group = inner_anchor(inner_state)
+        state = _advance_counts(state, warm, learning_rate, weight if has_examples else None)
 
         # With a delay, the result of a round is merged when its fragment has taken `delay` more steps.
         if cfg.delay:
@@ -371,14 +379,18 @@ def _synchronize(
     return state, None if steps is None else merge([part for _, part in after], labels), due
 
 
-def _advance_counts(state: LocalStepsState, warm: Flag, learning_rate: Any, examples: Any) -> LocalStepsState:
+def _advance_counts(state: LocalStepsState, warm: Flag, learning_rate: Any, examples: Array | None) -> LocalStepsState:
     """Counts one step; warm-up steps belong to no round."""
     local_step = (~jnp.asarray(warm)).astype(jnp.int32)
+    seen = state.examples.value
+    if examples is not None:
+        # In an island the first step that counts examples replaces a mark.
+        seen = jnp.maximum(seen, 0) + local_step * examples
     return state._replace(
         count=next_count(state.count),
         since=state.since + local_step,
-        rates=state.rates + local_step * _as_number(learning_rate),
-        examples=with_value(state.examples, state.examples.value + local_step * _as_number(examples)),
+        rates=state.rates + local_step * jnp.asarray(0 if learning_rate is None else learning_rate, jnp.float32),
+        examples=with_value(state.examples, seen),
     )
 
 
@@ -401,10 +413,6 @@ def _vary_marked(comm: comms.Comm, state: State) -> State:
     return jax.tree.map(
         lambda node: with_value(node, comm.varying(node.value)) if is_mark(node) else node, state, is_leaf=is_mark
     )
-
-
-def _as_number(extra: Any) -> Array:
-    return jnp.asarray(0 if extra is None else extra, jnp.float32)
 
 
 def _check_buffers(buffers: str, fragments: int, delay: int) -> None:

@@ -145,8 +145,8 @@ def participation(
 ) -> Float[Array, ""]:
     """Draws `count` of the workers for a round, without replacement; 1 if this worker is one of them, else 0.
 
-    Call it inside the step and pass `examples=` (the number of this worker's examples, times the result) and `active=`
-    (the result above 0) to the update of `local_steps`: with `S` the workers drawn and `n_w` their examples, a round is
+    Call it inside the step and pass `examples=`, the number of this worker's examples times the result, to the update
+    of `local_steps`: with `S` the workers drawn and `n_w` their examples, a round is
 
         a += outer(Σ_(w in S) n_w Δ_w / Σ_(w in S) n_w)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .._core.checks import NO_PARAMS
@@ -34,8 +35,8 @@ class LocalStepsState(NamedTuple):
     Replicated: for each fragment the steps `since` its last round, its number of `rounds` and the sum of learning
     `rates` since then; the bytes `sent` by one worker, as (high, low) words; the `anchor` (the global parameters that
     all workers started the round from), in float32 or better.
-    Per worker: for each fragment the `examples` since its last round; with `overlap_correction`, the parameters that
-    were `sent_from`.
+    Per worker: for each leaf the `examples` since its last round, in an island -1 until a step counts them; with
+    `overlap_correction`, the parameters that were `sent_from`.
 
     `inner` is one `PerWorker`, or a tree of them if the inner optimizer keeps models. With local steps around, along a
     slower axis, the `count_fields` stay replicated, and a round outside replaces the `model_fields`.
@@ -78,16 +79,26 @@ def split_state(state: LocalStepsState, labels: PyTree) -> list[Fragment]:
     anchors, sent_from = split(state.anchor, labels, number), state.sent_from.value
     # `()` without overlap correction
     sent_from = split(sent_from, labels, number) if jax.tree.leaves(sent_from) else [()] * number
-    since, rounds, rates, examples = state.since, state.rounds, state.rates, state.examples.value
+    since, rounds, rates = state.since, state.rounds, state.rates
+    examples = [state.examples.value[leaves] for leaves in _leaves_of(labels, number)]
     return [
         Fragment(anchors[i], state.outer[i], state.reducer[i], since[i], rounds[i], rates[i], examples[i], sent_from[i])
         for i in range(number)
     ]
 
 
+def _leaves_of(labels: PyTree, number: int) -> list[Any]:
+    """The positions of the leaves of each fragment."""
+    owners = np.array(jax.tree.leaves(labels), int)
+    return [np.flatnonzero(owners == i) if number > 1 else slice(None) for i in range(number)]
+
+
 def merge_state(state: LocalStepsState, fragments: Sequence[Fragment], labels: PyTree) -> LocalStepsState:
     """Puts the fragments back in place of those of `state`."""
     keeps_sent = bool(jax.tree.leaves(state.sent_from.value))
+    examples = state.examples.value
+    for leaves, fragment in zip(_leaves_of(labels, len(fragments)), fragments, strict=True):
+        examples = examples.at[leaves].set(fragment.examples)
     sent_from = merge([fragment.sent_from for fragment in fragments], labels) if keeps_sent else ()
     return state._replace(
         since=jnp.stack([fragment.since for fragment in fragments]),
@@ -96,7 +107,7 @@ def merge_state(state: LocalStepsState, fragments: Sequence[Fragment], labels: P
         anchor=merge([fragment.anchor for fragment in fragments], labels),
         outer=tuple(fragment.outer for fragment in fragments),
         reducer=tuple(fragment.reducer for fragment in fragments),
-        examples=with_value(state.examples, jnp.stack([fragment.examples for fragment in fragments])),
+        examples=with_value(state.examples, examples),
         sent_from=with_value(state.sent_from, sent_from) if keeps_sent else state.sent_from,
     )
 
@@ -380,6 +391,25 @@ def update_inner_buffers(
     """As `update_buffers`, without the models inside: of those that mix them, the inner optimizers have buffers."""
     opened = optax.GradientTransformation(lambda params: _open_nodes(inner.init(params)), inner.update)
     return _close_nodes(state, update_buffers(mode, comm, due, opened, _open_nodes(state), params))
+
+
+def advance_schedules(inner: optax.GradientTransformation, state: State, params: PyTree, steps: Array | int) -> State:
+    """Returns the state of an inner optimizer with its schedules so many steps further on.
+
+    A schedule's count is a whole number in a field `count`, beside no buffer: that of Adam's moments stays with them.
+    """
+    opened_inner = optax.GradientTransformation(lambda params: _open_nodes(inner.init(params)), inner.update)
+    opened = _open_nodes(state)
+    owned = find_buffers(opened_inner, opened, params)
+
+    def advance_leaf(path: Any, own: bool, count: Array) -> Array:
+        is_schedule = getattr(path[-1], "name", None) == "count" if path else False
+        if own or not is_schedule or not jnp.issubdtype(count.dtype, jnp.integer):
+            return count
+        most = jnp.iinfo(count.dtype).max
+        return jnp.where(count < most - steps, count + jnp.asarray(steps, count.dtype), most)
+
+    return _close_nodes(state, jax.tree_util.tree_map_with_path(advance_leaf, owned, opened))
 
 
 def check_nested(state: State, params: PyTree, axis: AxisNames, **options: Any) -> None:

@@ -18,6 +18,7 @@ from ..comm.base import Comm
 from ..reducers.base import Extras, Law, Reducer, exact
 from ..state.marks import Sharded, flatten_marks, is_mark, with_value
 from ..transforms.local_gradients import reduce_weighted
+from ..transforms.weights import keep_unused, zero_unless
 from ..wire.flat import group_by_sharding, map_groups, select_leaves, whole_likes
 
 # `weigh_drift(anchor, anchor - params)`: the contribution of a worker to the mean drift.
@@ -27,7 +28,7 @@ WeighDrift = Callable[[Updates, Updates], Updates]
 class Fragment(NamedTuple):
     """One fragment's part of a `LocalStepsState`; trees have its leaves, and `None` for those of the others.
 
-    `sent_from` is `()` where it is not kept.
+    `examples` has a number for each of its leaves. `sent_from` is `()` where it is not kept.
     """
 
     anchor: Updates
@@ -36,7 +37,7 @@ class Fragment(NamedTuple):
     since: Int[Array, ""]
     rounds: Int[Array, ""]
     rates: Float[Array, ""]
-    examples: Float[Array, ""]
+    examples: Float[Array, " leaves"]
     sent_from: PyTree
 
 
@@ -53,6 +54,7 @@ def synchronize_fragment(
     merge_alpha: float | int,
     has_rate: bool,
     has_examples: bool,
+    by_leaf: bool,
     weigh_drift: WeighDrift | None = None,
 ) -> tuple[Fragment, Updates | None]:
     """If due, takes the outer step `a += outer(reduce(a - p_w))` and restarts the counts.
@@ -65,6 +67,9 @@ def synchronize_fragment(
     rate = fragment.rates / jnp.maximum(fragment.since, 1) if has_rate else None
     examples = fragment.examples if has_examples else None
     extras = {} if rate is None else {"learning_rate": rate}
+    if examples is not None and not by_leaf:
+        # Counted together, all leaves have the same number. A fragment may be without any.
+        examples = examples[0] if examples.size else comm.varying(jnp.zeros((), jnp.float32))
     take_step = partial(_outer_step, reducer, outer, extras, examples, weigh_drift)
     before = fragment.anchor, fragment.outer, fragment.reducer
     if steps is None:
@@ -132,18 +137,21 @@ def _outer_step(
         drift = weigh_drift(start, drift)
 
     def reduce(updates, state):
-        passed = Extras(learning_rate=extras.get("learning_rate"), examples=examples)
+        # With numbers of leaves no worker is absent as a whole: it sends what it has kept.
+        absent = None if examples is None or examples.ndim else examples
+        passed = Extras(learning_rate=extras.get("learning_rate"), examples=absent)
         return reduce_groups(reducer, updates, state, comm, passed)
 
     # Δ = reduce(Δ_w), weighted by examples. Their number, which all workers with one model share, travels by itself
     # where there are shards.
     plain = reducer.law == Law.MEAN and not has_shards(drift)
-    mean, state, some = reduce_weighted(reduce, drift, reducer_state, comm, examples, plain=plain, forms=reducer.forms)
+    mean, state, used = reduce_weighted(reduce, drift, reducer_state, comm, examples, plain=plain, forms=reducer.forms)
     # a += outer(Δ)
-    steps, outer_state = outer.update(mean, outer_state, anchor, **extras)
-    after = optax.apply_updates(anchor, steps), outer_state, state
+    steps, new = outer.update(mean, outer_state, anchor, **extras)
     # In a round without any example, momentum alone must not move the anchor.
-    return after if examples is None else tree_where(some, after, before)
+    if not isinstance(used, bool):
+        steps, new = zero_unless(used, steps), keep_unused(used, new, outer_state, outer.init, anchor)
+    return optax.apply_updates(anchor, steps), new, state
 
 
 def merge_anchor(
@@ -170,15 +178,21 @@ def merge_anchor(
     return jax.tree.map(correct, anchor, local, params, steps, sent)
 
 
-def warm_mean(comm: Comm, warm: Flag, updates: Updates, examples: Any) -> Updates:
-    """Returns the mean gradient during the warm-up, this worker's own gradient afterwards."""
+def warm_mean(comm: Comm, warm: Flag, updates: Updates, weight: Array | None) -> tuple[Updates, Array | None]:
+    """Returns the mean gradient during the warm-up, this worker's own gradient afterwards.
 
-    def average_gradients(comm, updates):
-        weight = None if examples is None else jnp.asarray(examples, jnp.float32)
-        mean, _, _ = reduce_weighted(partial(_mean, comm), updates, (), comm, weight, plain=True)
-        return comm.varying(mean)
+    Also returns whether there is one, for this worker or in the warm-up for any: one boolean or `[leaves]`; `None`
+    without weights.
+    """
 
-    return cond_or_static(warm, average_gradients, lambda comm, updates: comm.varying(updates), comm, updates)
+    def average_gradients(comm, updates, weight):
+        mean, _, used = reduce_weighted(partial(_mean, comm), updates, (), comm, weight, plain=True)
+        return comm.varying(mean), None if weight is None else comm.varying(used)
+
+    def keep_own(comm, updates, weight):
+        return comm.varying(updates), None if weight is None else comm.varying(weight > 0)
+
+    return cond_or_static(warm, average_gradients, keep_own, comm, updates, weight)
 
 
 def set_anchor(comm: Comm, due: Flag, anchor: Updates, params: PyTree, steps: Updates) -> Updates:

@@ -14,11 +14,12 @@ from .._core.types import Array, AxisNames, Float, Int, Key, PyTree, State, UInt
 from ..comm.base import Comm, add_bytes
 from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
-from ..transforms.common import inner_step, widen_updates
+from ..transforms.common import inner_step
 from ..transforms.local_gradients import check_leaves, check_shards, with_extra_args
+from ..transforms.weights import as_flag, check_shared
 from ..wire.flat import map_groups, permute
 from .fragments import SyncPeriod, check_period, period_at
-from .state import check_stays, check_step, copy_wide
+from .state import check_stays, check_step, copy_wide, has_models
 from .synchronize import check_entrywise, end_round, parse_sync_override, round_like
 
 
@@ -57,7 +58,8 @@ def local_slow_momentum(
     *On the wire*: only what `inner` sends. *State*: per worker the anchor and the state of `outer`, in float32.
 
     The transformation comes last in a chain. Its `update` needs `params`, `PerWorker` in the train state, and takes
-    `learning_rate=`, the replicated rate of this step, which `slow_momentum` needs; `inner` gets all extra arguments.
+    `learning_rate=`, the replicated rate of this step, which `slow_momentum` needs, and `active=`, as `gossip`; `inner`
+    gets the other extra arguments.
 
     Args:
       inner: a transformation of local gradients that mixes models: `gossip`.
@@ -103,11 +105,24 @@ def local_slow_momentum(
             outer=bind(PerWorker(outer.init(anchor)), axis),
         )
 
-    def update_fn(updates, state, params: PyTree = None, *, learning_rate=None, **extra_args) -> tuple[Updates, State]:
+    def update_fn(
+        updates, state, params: PyTree = None, *, learning_rate=None, examples=None, active=None, **extra_args
+    ) -> tuple[Updates, State]:
+        if examples is not None:
+            raise ValueError(
+                "local_slow_momentum averages nothing by itself, and gossip cannot weigh workers by examples=: pass "
+                "active=examples > 0 for workers without any, or use slowmo"
+            )
         check_step(updates, params, axis)
         comm = over(axis)
         given = {} if learning_rate is None else {"learning_rate": learning_rate}
-        steps, inner_state = inner.update(updates, state.inner, params, **{**extra_args, **given, "moved": True})
+        passed, taken = {**extra_args, **given}, None if active is None else as_flag(active)
+        if taken is not None:
+            check_shared("active", taken, params)
+        # An inactive worker still mixes models.
+        if has_models(state.inner) and taken is not None:
+            passed, taken = {**passed, "active": taken}, None
+        steps, inner_state = inner_step(inner, updates, state.inner, params, taken=taken, **passed)
         since = state.since + 1
         rates = state.rates + jnp.asarray(given.get("learning_rate", 0.0), jnp.float32)
         due = since >= period_at(sync_period, state.count)
@@ -117,7 +132,6 @@ def local_slow_momentum(
             extras = {"learning_rate": rates / since} if given else {}
             before = state.anchor.value, state.outer.value
             # x_i = a_i
-            steps = widen_updates(steps, params)
             after, steps = end_round(comm, due, partial(_slow_step, outer, extras), before, params, steps)
             anchor, outer_state = comm.varying(after)
         return steps, LocalSlowMomentumState(
@@ -275,8 +289,8 @@ def _noloco_update(
 ) -> tuple[Updates, State]:
     if examples is not None:
         raise ValueError(
-            "noloco cannot weigh workers by examples: pairs of unequal weight would move the mean of all; pass "
-            "active= for workers without any, or use local_steps"
+            "noloco cannot weigh workers by examples=: pairs of unequal weight would move the mean of all; pass "
+            "active=examples > 0 for workers without any, or use local_steps"
         )
     check_step(updates, params, cfg.axis)
     ledger: list[comms.Sent] = []
@@ -285,8 +299,9 @@ def _noloco_update(
     override = parse_sync_override(sync, 1)
     with jax.named_scope("noloco"):
         passed = {"step": state.count, **extra_args, "anchor": slow}
+        taken = None if active is None else as_flag(active)
         steps, inner_state = inner_step(
-            cfg.inner, updates, state.inner.value, params, axis=cfg.axis, active=active, **passed
+            cfg.inner, updates, state.inner.value, params, axis=cfg.axis, taken=taken, **passed
         )
         since = state.since + 1
         if override is None:

@@ -13,7 +13,7 @@ from .._core.dtypes import round_to
 from .._core.trees import to_device
 from .._core.types import Array, Int, PyTree, State, Updates
 from ..state.marks import OnHost, is_mark
-from ..transforms.local_gradients import with_extra_args
+from ..transforms.local_gradients import communicates, with_extra_args
 from .host_update import run
 from .program import flatten
 
@@ -219,6 +219,12 @@ def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.Gradie
         return DelayedState(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
 
     def update_fn(updates, state, params=None, *, delay: Any = None, **extra_args):
+        given = sorted({"examples", "active"} & set(extra_args))
+        if given and delay is not False and any(map(communicates, jax.tree.leaves(state.inner, is_leaf=communicates))):
+            raise ValueError(
+                f"{given[0]}= of this call would weight the gradients of the last one: put delayed inside, "
+                "zero_redundancy(offload.delayed(inner)), or use all_reduce(reducer, delay=1)"
+            )
         if delay is not None and not isinstance(delay, bool):
             raise ValueError(f"delay must be a Python bool: it chooses between two programs; got {delay!r}")
         kept = jax.tree.map(lambda g, old: g.astype(old.dtype), updates, state.pending)

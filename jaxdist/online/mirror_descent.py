@@ -21,6 +21,7 @@ from ..topology.spectrum import is_doubly_stochastic
 from ..transforms.common import LearningRate, check_per_worker, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, check_local
 from ..transforms.local_value_and_grad import local_value_and_grad
+from ..transforms.weights import weight_of_worker
 from ..wire.flat import fuse
 from ..wire.mixing import change_at
 from .geometries import Geometry
@@ -102,7 +103,7 @@ def mirror_descent(
       A gradient transformation for local gradients; it needs `params`, comes last in a chain, and its updates lead to
       an `x` of the set. With a topology, or `combine_then_adapt`, parameters differ: `PerWorker(params)` in the train
       state, and `jd.consensus` for the model to evaluate. Its `update` takes `examples=`, this worker's `b`; without it
-      all workers have the same weight.
+      all workers have the same weight, but those with `active=False`, whose `b` is 0.
 
     Raises:
       ValueError: the topology is not doubly stochastic; at trace time, the topology has another number of workers,
@@ -154,9 +155,16 @@ def _init_descent(cfg: _Config, params: PyTree) -> State:
 
 
 def _descend(
-    cfg: _Config, updates: Updates, state: State, params: PyTree | None = None, *, examples: Any = None, **extra: Any
+    cfg: _Config,
+    updates: Updates,
+    state: State,
+    params: PyTree | None = None,
+    *,
+    examples: Any = None,
+    active: Any = None,
+    **extra: Any,
 ) -> tuple[Updates, State]:
-    comm, ledger, number = _begin(cfg, updates, params, examples)
+    comm, ledger, number = _begin(cfg, updates, params, examples, active)
     with jax.named_scope("mirror_descent"):
         old = wide(params)
         # Either order of z_i = argmin ... (adapt) and x_i = Σ_j W_ij b_j z_j / Σ_j W_ij b_j (combine).
@@ -185,9 +193,9 @@ def _mirror_step(
 
 
 def _begin(
-    cfg: _Config, updates: Updates, params: PyTree | None, examples: Any
+    cfg: _Config, updates: Updates, params: PyTree | None, examples: Any, active: Any
 ) -> tuple[Comm, list[comms.Sent], Array | None]:
-    """Checks what a step was given; returns the workers, the list of what they will send, and `examples`."""
+    """Checks what a step was given; returns the workers, the list of what they will send, and this worker's `b`."""
     if params is None:
         raise ValueError(NO_PARAMS)
     check_leaves(updates)
@@ -197,7 +205,8 @@ def _begin(
         check_per_worker(params, cfg.axis)
     ledger: list[comms.Sent] = []
     comm = comms.count_sent(over(cfg.axis), ledger)
-    return comm, ledger, None if examples is None else comm.varying(jnp.asarray(examples, jnp.float32))
+    number = weight_of_worker(examples, active, name="any-batch mirror descent")
+    return comm, ledger, None if number is None else comm.varying(number)
 
 
 def _updates_to(new: PyTree, params: PyTree) -> Updates:
@@ -274,9 +283,16 @@ def _init_anytime(cfg: _Config, params: PyTree) -> State:
 
 
 def _step_anytime(
-    cfg: _Config, updates: Updates, state: State, params: PyTree | None = None, *, examples: Any = None, **extra: Any
+    cfg: _Config,
+    updates: Updates,
+    state: State,
+    params: PyTree | None = None,
+    *,
+    examples: Any = None,
+    active: Any = None,
+    **extra: Any,
 ) -> tuple[Updates, State]:
-    comm, ledger, number = _begin(cfg, updates, params, examples)
+    comm, ledger, number = _begin(cfg, updates, params, examples, active)
     with jax.named_scope("anytime_minibatch"):
         # z_i + g_i, or z_i on a worker without examples.
         old = state.dual if cfg.topology is None else state.dual.value

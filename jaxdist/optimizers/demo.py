@@ -62,7 +62,8 @@ def demo(
     default that is 0.22 bits a parameter, which every worker receives from every other.
 
     *State*: per worker the momentum in float32 or better. It replaces `all_reduce` and the optimizer: nothing else may
-    reduce gradients or add momentum. The updates contain the learning rate, and `update` takes `examples=`.
+    reduce gradients or add momentum. The updates contain the learning rate, and `update` takes `examples=` and
+    `active=`.
 
     Args:
       learning_rate: `η`, a number or a schedule. As for signSGD, a small fraction of SGD's; start at 1e-3.
@@ -99,10 +100,10 @@ def demo(
         check_leaves(params)
         return DemoState(jnp.zeros((), jnp.int32), bind(PerWorker(zeros_like(params)), axis))
 
-    def update_fn(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
+    def update_fn(updates, state, params=None, *, examples=None, active=None, **extra_args) -> tuple[Updates, State]:
         del extra_args
         with jax.named_scope("demo"):
-            gradients, comm = local_gradients(updates, axis, examples)
+            gradients, comm = local_gradients(updates, axis, examples, active, name="demo")
             rate = rate_at(learning_rate, state.count)
             # m_w = β m_w + η g_w
             momentum = jax.tree.map(lambda m, g: decay * m + rate.astype(m.dtype) * g, state.momentum.value, gradients)

@@ -94,8 +94,8 @@ def dion(
     in float32 (float64 leaves in float64).
 
     *State*: replicated, `Q` and the state of `rest`; per worker the momentum of the matrices. The updates contain the
-    learning rate, and `update` takes `examples=`, which weights gradients as in `all_reduce`; where no worker has
-    examples the gradient is zero, and the momentum goes on.
+    learning rate, and `update` takes `examples=` and `active=`, which weight gradients as in `all_reduce`; where no
+    worker has examples the gradient is zero, and the momentum goes on.
 
     Args:
       learning_rate: `η`, a number or a schedule. The size of updates does not depend on the gradient's, so that one
@@ -170,11 +170,12 @@ def _update(
     state: State,
     params: PyTree | None = None,
     *,
-    examples: Array | int | None = None,
+    examples: Any = None,
+    active: Any = None,
     **extra_args: Any,
 ) -> tuple[Updates, State]:
     with jax.named_scope("dion"):
-        gradients, comm = local_gradients(updates, cfg.axis, examples)
+        gradients, comm = local_gradients(updates, cfg.axis, examples, active, name="dion")
         paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
         leaves = [leaf for _, leaf in paths]
         views = [_view(cfg, path, leaf) for path, leaf in paths]

@@ -51,8 +51,8 @@ def one_bit_adam(
     `v = β₂ v + (1-β₂) ḡ²`. Afterwards `m = d · reduce((β₁ m + (1-β₁) g_w) / d)` with `d = √v + ε`, and `v` is constant.
     Always `x -= η (m / d + λ x)`, without bias correction, as the original: the first steps are up to
     `(1-β₁) / √(1-β₂)` = 3.2 times as long as Adam's, so warm the learning rate up, or use `qadam`, which corrects.
-    The updates contain the learning rate, and `update` takes `examples=`, which weights gradients as in `all_reduce`;
-    where no worker has examples the gradient is zero, and the step goes on with it.
+    The updates contain the learning rate, and `update` takes `examples=` and `active=`, which weight gradients as in
+    `all_reduce`; where no worker has examples the gradient is zero, and the step goes on with it.
 
     **Not as in the paper**: there `m` itself is sent, with one scale for many entries, and divided by `d` afterwards.
     Inside one matrix `v` may span six decades, so entries of small variance move up to a thousand times too far, unless
@@ -184,12 +184,13 @@ def _update(
     state: State,
     params: PyTree | None = None,
     *,
-    examples: Array | int | None = None,
+    examples: Any = None,
+    active: Any = None,
     **extra_args: Any,
 ) -> tuple[Updates, State]:
     del extra_args
     with jax.named_scope("frozen_adam"):
-        gradients, comm, ledger, rate = start_step(updates, cfg.axis, examples, cfg.learning_rate, state.count)
+        gradients, comm, ledger, rate = start_step(cfg, updates, examples, active, state.count, name="frozen_adam")
         compress, warm_up = partial(_compress_step, cfg, Extras(state.count, rate)), partial(_warm_up_step, cfg)
         # The branches differ in their collectives; the count is replicated, so all workers take the same one.
         frozen = state.count >= cfg.freeze_step
@@ -246,12 +247,15 @@ def check_adam(b1: float | int, b2: float | int, eps: float | int, weight_decay:
 
 
 def start_step(
-    updates: Updates, axis: AxisNames, examples: Array | int | None, learning_rate: LearningRate, count: Array
+    cfg: Any, updates: Updates, examples: Any, active: Any, count: Array, *, name: str
 ) -> tuple[Updates, Comm, list[comms.Sent], Array]:
-    """Returns gradients in float32 or better, the group of workers, the ledger of the bytes it sends, and the rate."""
-    gradients, comm = local_gradients(updates, axis, examples)
+    """Returns gradients in float32 or better, the group of workers, the ledger of the bytes it sends, and the rate.
+
+    `cfg` has the `axis` and the `learning_rate` of the optimizer with this name.
+    """
+    gradients, comm = local_gradients(updates, cfg.axis, examples, active, name=name)
     ledger: list[comms.Sent] = []
-    return gradients, comms.count_sent(comm, ledger), ledger, rate_at(learning_rate, count)
+    return gradients, comms.count_sent(comm, ledger), ledger, rate_at(cfg.learning_rate, count)
 
 
 def mask_unseen(tree: Updates, variance: Updates) -> Updates:

@@ -1,7 +1,7 @@
 """0/1 Adam: a variance that is refreshed ever more rarely, then local steps between one-bit synchronizations."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from ..reducers.two_shot import TwoShotState, two_shot
 from ..state.marks import PerWorker, Sharded, bind, map_marked, with_value
 from ..transforms.common import LearningRate, moving_average, zeros_like
 from ..transforms.local_gradients import check_leaves
+from ..transforms.weights import weight_of_worker, zero_unless
 from ..wire.flat import vectors
 from .frozen_adam import check_adam, divide, mask_unseen, multiply, preconditioner, start_step
 
@@ -113,7 +114,8 @@ def zero_one_adam(
 
     There is no bias correction, as in the original. Entries without any variance do not change, as in `one_bit_adam`.
     Weight decay is applied to the anchor, `a -= s λ a`, so that it does not enter the momentum. The transformation
-    comes last in a chain, its updates contain the learning rate, and `update` needs `params` and takes `examples=`.
+    comes last in a chain, its updates contain the learning rate, and `update` needs `params` and takes `examples=` and
+    `active=`: a worker without examples takes no step between two syncs.
 
     *On the wire* for `n` entries: on a refresh one all-reduce, `2(W-1)/W · 4n` bytes sent; on other steps until
     `freeze_step`, and on later syncs, the reducer's collectives: by default one all-to-all and one all-gather, about
@@ -182,14 +184,15 @@ def _update(
     state: State,
     params: PyTree | None = None,
     *,
-    examples: Array | int | None = None,
+    examples: Any = None,
+    active: Any = None,
     **extra_args: object,
 ) -> tuple[Updates, State]:
     del extra_args
     if params is None:
         raise ValueError(NO_PARAMS)
     with jax.named_scope("zero_one_adam"):
-        gradients, comm, ledger, rate = start_step(updates, cfg.axis, examples, cfg.learning_rate, state.count)
+        gradients, comm, ledger, rate = start_step(cfg, updates, examples, active, state.count, name="zero_one_adam")
         # Gradients may be narrower than their parameters, and the branches below must return the same dtypes.
         gradients = jax.tree.map(lambda g, v: g.astype(v.dtype), gradients, state.variance)
         # s, the sum of η since the last sync
@@ -199,6 +202,12 @@ def _update(
         # The local step, taken unless workers synchronize: m_w = β₁ m_w + (1-β₁) g_w, x_w -= η m_w / d.
         local_momentum = moving_average(state.momentum.value, gradients, cfg.b1)
         local_update = _adam_update(cfg, local_momentum, state.variance, rate)
+        # Without examples a worker takes no step of its own; one that all take together it takes with them.
+        weight = weight_of_worker(examples, active, name="zero_one_adam")
+        if weight is not None:
+            takes_step = decision.shared | (weight > 0)
+            local_momentum = tree_where(takes_step, local_momentum, state.momentum.value)
+            local_update = zero_unless(takes_step, local_update)
 
         # Until the variance is frozen gradients are sent, g_w / d, afterwards displacements, x_w - a.
         d = preconditioner(state.variance, cfg.eps)

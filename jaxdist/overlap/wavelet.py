@@ -283,10 +283,10 @@ def _apply_wave(
 
     `layers` are the gradients of the layers, `g` the gradient by the first layer's input.
     """
-    if "examples" in extra_args:
+    if given := sorted({"examples", "active"} & set(extra_args)):
         raise ValueError(
-            "examples= of this call would weight the gradient of the previous wave: weight the loss of each worker, or "
-            'use mode="pair"'
+            f"{given[0]}= of this call would weight the gradient of the previous wave: weight the loss of each "
+            'worker, or use mode="pair"'
         )
     wave = _unmark(state.wave)
     embed = cfg.model.embed_gradient(to_varying(state.stash.embed, cfg.axis), wave.batch, g)

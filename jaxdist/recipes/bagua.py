@@ -18,7 +18,6 @@ marked `PerWorker` (with `hierarchical` `PerWorker(params, axis=slow)`), and com
 from functools import partial
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import optax
 
 from .. import optimizers
@@ -44,6 +43,7 @@ from ..topology.varying import shift_one
 from ..transforms.all_reduce import all_reduce
 from ..transforms.common import LearningRate
 from ..transforms.local_gradients import check_leaves, check_local, check_shapes, reduce_weighted, with_extra_args
+from ..transforms.weights import weight_of_worker
 
 # The default of the public implementation.
 BUCKET_BYTES = 10 << 20
@@ -420,7 +420,7 @@ def _update_node(
     check_shapes(updates, params)
     check_local(updates, fast)
     comm = over(fast)
-    number = None if active is None else jnp.asarray(active, jnp.float32)
+    number = weight_of_worker(None, active, name="decentralized")
 
     def reduce(updates: Updates, nothing: State) -> tuple[Updates, State]:
         return exact().reduce(updates, nothing, comm)[0].mean, nothing

@@ -325,12 +325,12 @@ def forms_of(compressor: Compressor, rebuild: Callable[[Compressor], Reducer]) -
 
 
 MIXED_WEIGHTS = (
-    "examples= cannot weight a median or a trimmed mean inside a combination with other reducers: use one reducer for "
-    "all leaves and levels, or leave examples= out"
+    "examples= and active= cannot weight a median or a trimmed mean inside a combination with other reducers: use one "
+    "reducer for all leaves and levels, or leave them out"
 )
 NO_MAGNITUDES = (
-    "examples= cannot weight signs, and a worker without examples would send +1 for each entry: leave examples= out, "
-    "or use a code with magnitudes, such as compressed(scaled_sign())"
+    "examples= and active= cannot weight signs, and a worker without examples would send +1 for each entry: leave them "
+    "out, or use a code with magnitudes, such as compressed(scaled_sign())"
 )
 HAS_FEEDBACK = "this reducer has error feedback already; use it once, around the reducer that compresses"
 

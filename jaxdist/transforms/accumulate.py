@@ -14,8 +14,9 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
 from ..state.marks import PerWorker, bind, is_mark, with_value
-from .local_gradients import check_leaves, check_local, scale, with_extra_args
+from .local_gradients import check_leaves, check_local, with_extra_args
 from .skip_nonfinite import is_guarded
+from .weights import scale, weight_of_worker
 
 
 class AccumulateState(NamedTuple):
@@ -59,8 +60,8 @@ def accumulate(
     Returns:
       The transformation. Its updates are zero between two syncs. `update` takes `sync=`, a Python bool that replaces
       the count, so that the program for `False` has no collective (`distribute(..., static_argnames=("sync",))`), and
-      `examples=`, which weighs calls as well as workers, and `active=`: a call that is not active adds nothing, and a
-      worker is active in the update if it was in one of the calls.
+      `examples=`, one number, which weighs calls as well as workers, and `active=`: a call that is not active adds
+      nothing, and a worker is active in the update if it was in one of the calls.
 
     Raises:
       ValueError: `steps` is below 1; at trace time, if there is neither `steps` nor `sync=`, if `sync=` is an array, if
@@ -111,9 +112,8 @@ def _update(
         )
     sums = _join(state.total.value, state.shards)
     # Without examples, each call counts as one, and an inactive one as none.
-    number = jnp.asarray(1 if examples is None else examples, jnp.float32)
-    number = number if active is None else number * jnp.asarray(active, jnp.float32)
-    weighs = examples is not None or active is not None
+    weight = weight_of_worker(examples, active, name="accumulate")
+    number = jnp.ones((), jnp.float32) if weight is None else weight
     # Summed in float32: a sum of half-precision gradients would lose the small ones.
     wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, sums)
     if extra_args.get("value") is not None and is_guarded(state.inner):
@@ -121,7 +121,7 @@ def _update(
         loss = jnp.asarray(extra_args["value"])
         wide = jax.tree.map(lambda x: jnp.where(jnp.isnan(loss).any(), jnp.nan, x), wide)
         extra_args["value"] = jnp.where(number > 0, loss, jnp.zeros_like(loss))
-    total = jax.tree.map(jnp.add, sums, scale(wide, number) if weighs else wide)
+    total = jax.tree.map(jnp.add, sums, wide if weight is None else scale(wide, number))
     seen = state.examples.value + number
     count = next_count(state.count)
 

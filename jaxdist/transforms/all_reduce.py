@@ -24,9 +24,9 @@ from .local_gradients import (
     check_shapes,
     reduce_weighted,
     refuse_model_axes,
-    scale,
     with_gradients,
 )
+from .weights import weight_of_leaves, zero_unless
 
 
 class AllReduceState(NamedTuple):
@@ -44,7 +44,7 @@ class LateState(NamedTuple):
     Attributes:
       inner: the state of `all_reduce(delay=0)`.
       gradient: the local gradient of the last step, in the dtypes of the parameters (per-worker).
-      examples: the number of examples behind it, 1 if the update was not passed any (per-worker).
+      examples: for each leaf the number of examples behind it, 1 if the update was not passed any (per-worker).
       pending: whether there is one (replicated).
     """
 
@@ -94,7 +94,8 @@ def all_reduce(
     the state of the reducer as it is; transformations after it see a gradient of zeros, which Adam and schedules count
     as a step. The last gradient remains in the state: one further call with `examples=0` on all workers applies it.
 
-    *On the wire*: the reducer's collectives; with `examples`, four bytes more. The same with `delay=1`.
+    *On the wire*: the reducer's collectives; with `examples` or `active`, four bytes more, with a tree of them four
+    bytes a leaf, next to the gradients in the same collective if the reducer is a plain mean. The same with `delay=1`.
 
     *State*: the state of the reducer, bound to the axis; a count. With `delay=1` also each worker's last gradient and
     its number of examples; if the number of workers changes, new workers get the mean of both, which leaves the next
@@ -116,8 +117,10 @@ def all_reduce(
     Returns:
       A gradient transformation. Its `update` takes `examples=`, the number of real examples behind this worker's
       gradient: gradients are weighted by `examples / mean(examples)`, a finished worker passes 0, and when all do, the
-      update is zero and the state stays as it is. With `delay=1` the number is kept with its gradient and weighs it one
-      step later; pass it in every step or in none.
+      update is zero and the state stays as it is. A tree of numbers, a prefix of the gradient's, weighs each leaf by
+      itself, and a leaf that no worker used gets zero. `active=False` leaves this worker's gradient out. With `delay=1`
+      all this is kept with the gradient and weighs it one step later; pass it in every step or in none.
+      "What `examples=` and `active=` mean" in the guide to uneven workers compares the transformations.
 
     Raises:
       ValueError: `normalize_by` is unknown; `delay` is neither 0 nor 1; `specs` name the axis of the workers; at trace
@@ -211,6 +214,7 @@ def _update(
     params: PyTree | None = None,
     *,
     examples: Any = None,
+    active: Any = None,
     **extra_args: Any,
 ) -> tuple[Updates, State]:
     reducer, axis, specs = cfg.reducer, cfg.axis, cfg.specs
@@ -219,13 +223,13 @@ def _update(
     check_functions(extra_args, params, axis)
     comm = over(axis)
     check_local(updates, axis)
-    # The weight of this worker's gradient: its examples, or 1 as long as it has any.
-    if examples is not None:
-        weight = jnp.asarray(examples) if cfg.normalize_by == "active" else jnp.asarray(examples) > 0
-        examples = weight.astype(jnp.float32)
+    weight = weight_of_leaves(examples, active, updates)
+    # All workers with any examples count alike.
+    if weight is not None and cfg.normalize_by == "workers":
+        weight = (weight > 0).astype(jnp.float32)
     # Some reducers depend on the step or its rate: schedules, and feedback that is scaled by it. A worker without
     # examples in a step of all still sends its residual, so that only reducers that weight workers get the number.
-    weights = examples if reducer.forms.weighted else None
+    weights = weight if reducer.forms.weighted else None
     extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"), weights)
 
     def reduce(updates, reducer_state):
@@ -244,17 +248,18 @@ def _update(
         updates,
         state.reducer,
         comm,
-        examples,
+        weight,
         plain=plain,
         divide=cfg.normalize_by == "active",
         forms=reducer.forms,
     )
-    return mean, AllReduceState(reducer_state, jnp.where(some, state.empty, next_count(state.empty)))
+    return mean, AllReduceState(reducer_state, jnp.where(jnp.any(some), state.empty, next_count(state.empty)))
 
 
 def _init_late(cfg: _Config, params: PyTree) -> State:
     zeros = jax.tree.map(jnp.zeros_like, with_gradients(params))
-    gradient, examples = bind((PerWorker(zeros), PerWorker(jnp.zeros((), jnp.float32))), cfg.axis)
+    numbers = jnp.zeros(len(jax.tree.leaves(zeros)), jnp.float32)
+    gradient, examples = bind((PerWorker(zeros), PerWorker(numbers)), cfg.axis)
     return LateState(_init(cfg, params), gradient, examples, jnp.array(False))
 
 
@@ -265,6 +270,7 @@ def _update_late(
     params: PyTree | None = None,
     *,
     examples: Any = None,
+    active: Any = None,
     **extra_args: Any,
 ) -> tuple[Updates, State]:
     """Reduces the last gradient and keeps this one; neither depends on the other."""
@@ -272,17 +278,21 @@ def _update_late(
     check_shapes(updates, params)
     check_local(updates, cfg.axis)
     late = jax.tree.map(lambda old, g: old.astype(g.dtype), state.gradient.value, updates)
-    weight = None if examples is None else state.examples.value
-    mean, inner = _update(cfg, late, state.inner, params, examples=weight, **extra_args)
+    weight = weight_of_leaves(examples, active, updates)
+    # One number weighs the last gradient where one does this one.
+    kept = state.examples.value
+    last = None if weight is None else jax.tree.structure(updates).unflatten(list(kept)) if weight.ndim else kept[0]
+    mean, inner = _update(cfg, late, state.inner, params, examples=last, **extra_args)
     # The zeros of the first step are no gradient: warm starts of low rank, for example, would become zero too.
     mean = tree_where(state.pending, mean, jax.tree.map(jnp.zeros_like, mean))
     inner = tree_where(state.pending, inner, state.inner)
-    number = jnp.asarray(1 if examples is None else examples, jnp.float32)
     # A mean over no examples may be NaN, which would enter the mean over workers in `resize`.
-    kept = updates if examples is None else scale(updates, (number > 0).astype(jnp.float32))
-    kept = jax.tree.map(lambda g, old: g.astype(old.dtype), kept, state.gradient.value)
-    number = over(cfg.axis).varying(number)
-    return mean, LateState(inner, with_value(state.gradient, kept), with_value(state.examples, number), jnp.array(True))
+    gradient = updates if weight is None else zero_unless(weight > 0, updates)
+    gradient = jax.tree.map(lambda g, old: g.astype(old.dtype), gradient, state.gradient.value)
+    numbers = over(cfg.axis).varying(jnp.broadcast_to(jnp.float32(1) if weight is None else weight, kept.shape))
+    return mean, LateState(
+        inner, with_value(state.gradient, gradient), with_value(state.examples, numbers), jnp.array(True)
+    )
 
 
 def _init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:

@@ -8,11 +8,11 @@ import optax
 
 from .._core.checks import NO_PARAMS
 from .._core.dtypes import wider_dtype, working_dtype
-from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..state.marks import name_leaf
 from .averaged import refuse_communication
 from .local_gradients import check_searches, filter_extras, varies_nowhere
+from .weights import keep_unused, zero_unless
 
 LearningRate = optax.ScalarOrSchedule | int
 
@@ -54,22 +54,24 @@ def inner_step(
     params: PyTree,
     *,
     axis: AxisNames,
-    active: Array | None,
+    taken: Array | None,
     **extras: Any,
 ) -> tuple[Updates, State]:
-    """Takes a local step, unless inactive; returns the updates, as wide as the parameters, and the inner state.
+    """Takes a local step, unless it is not `taken`; returns updates as wide as the parameters, and the inner state.
 
     `axis` is that of the workers with models of their own, over which no function among `extras` may communicate.
-
-    `inner` is told by `moved=True` that its updates are not all that changes the parameters.
+    `taken` is a boolean, or `[leaves]`: then the other leaves and their part of the state stay. `inner` is told by
+    `moved=True` that its updates are not all that changes the parameters.
     """
     check_searches(state, axis)
     passed = filter_extras(state, refuse_communication({**extras, "moved": True}, axis))
+    # A gradient of no examples may be NaN, which `inner` may send over other axes.
+    gradients = gradients if taken is None else zero_unless(taken, gradients)
     steps, new = inner.update(gradients, state, params, **passed)
     # The step is computed in any case, so that the program is the same on all workers.
-    if active is not None:
-        steps = tree_where(active, steps, jax.tree.map(jnp.zeros_like, steps))
-        new = tree_where(active, new, state)
+    if taken is not None:
+        steps = zero_unless(taken, steps)
+        new = keep_unused(taken, new, state, inner.init, params)
     return widen_updates(steps, params), new
 
 

@@ -10,7 +10,7 @@ from optax.contrib import DifferentiallyPrivateAggregateState, HutchinsonState, 
 
 from .._core.compat import mesh_axes_left_over, types_are_checked, varying_axes
 from .._core.dtypes import explain_dtype, working_dtype
-from .._core.trees import is_overwritten, tree_where
+from .._core.trees import is_overwritten
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
@@ -27,13 +27,15 @@ from ..state.marks import (
     with_value,
 )
 from .overwritten import explain_overwritten
+from .weights import keep_unsent, keep_unused, scale, weight_of_leaves, weight_of_worker, zero_unless
 
 
 def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> optax.GradientTransformationExtraArgs:
     """Runs a transformation on local gradients, before `all_reduce` (momentum, clipping, noise), with its own state.
 
-    On a worker without examples in a step, `update(..., examples=0)`, the transformation gets zeros in place of a
-    gradient of no data, which may be NaN, and the state stays as it is.
+    On a worker without examples in a step, `update(..., examples=0)` or `active=False`, the transformation gets zeros
+    in place of a gradient of no data, which may be NaN, and the state stays as it is; with a tree of numbers, that of
+    the leaves with 0.
 
     *On the wire*: nothing.
 
@@ -58,13 +60,13 @@ def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> o
     def update_fn(updates, state, params=None, **extra_args):
         # A state that is a whole field of the train state has no mark inside the step; it is restored afterwards.
         old = state.value if is_mark(state) else state
-        examples = extra_args.get("examples")
-        if examples is None:
+        weight = weight_of_leaves(extra_args.get("examples"), extra_args.get("active"), updates)
+        if weight is None:
             updates, value = tx.update(updates, old, params, **extra_args)
         else:
-            some = jnp.asarray(examples) > 0
-            updates, value = tx.update(scale(updates, some.astype(jnp.float32)), old, params, **extra_args)
-            value = tree_where(some, value, old)
+            like = updates
+            updates, value = tx.update(zero_unless(weight > 0, updates), old, params, **extra_args)
+            value = keep_unused(weight > 0, value, old, tx.init, like)
         return updates, with_value(state, value) if is_mark(state) else value
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
@@ -136,14 +138,6 @@ def varies_somewhere(leaf: Array, axis: AxisNames) -> bool:
     return bool(varying_axes(leaf) & set(axis_tuple(axis)))
 
 
-def scale(tree: Updates, factor: Array) -> Updates:
-    """Multiplies by `factor`; a factor of 0 gives 0 even for NaN, since a mean over no examples often is 0/0."""
-    # In float32, where a product of half-precision numbers would overflow.
-    return jax.tree.map(
-        lambda x: jnp.where(factor == 0, 0, x.astype(working_dtype(x.dtype)) * factor).astype(x.dtype), tree
-    )
-
-
 def reduce_weighted(
     reduce: Callable[[Updates, State], tuple[Updates, State]],
     updates: Updates,
@@ -158,10 +152,11 @@ def reduce_weighted(
     """Returns the mean of updates weighted by `examples / mean(examples)`; four bytes more on the wire.
 
     Also returns the new state of `reduce(updates, state) -> (mean, state)`, and a flag that is true if any worker had
-    an example: if not, the mean is zero and the state is unchanged.
+    an example: if not, the mean is zero and the state is unchanged. With weights of leaves the flag is `[leaves]`.
 
     Args:
-      examples: the number of examples behind this worker's updates; `None`: all workers have the same weight.
+      examples: the number of examples behind this worker's updates, or `[leaves]`, those behind each leaf, for four
+        bytes each; `None`: all workers have the same weight.
       plain: reduces the count together with the updates, in the same collective.
       divide: divides by the mean number of examples; otherwise weights are the examples themselves.
       forms: of the reducer, which may weight workers itself or refuse to.
@@ -171,6 +166,11 @@ def reduce_weighted(
         return mean, new_state, True
     if forms.no_examples is not None:
         raise ValueError(forms.no_examples)
+    if examples.ndim and forms.weighted:
+        raise ValueError(
+            "a median or a trimmed mean takes one number as examples=, got a tree: pass the number of this worker's "
+            "examples, or use a mean"
+        )
     # A linear reducer averages n_w g_w and n_w together: Σ n_w g_w / Σ n_w in one collective. Not in float16, whose
     # largest number is 65504: a batch of 512 tokens would turn gradients of 200 into infinity.
     if plain and not any(x.dtype == jnp.float16 for x in jax.tree.leaves(updates)):
@@ -186,16 +186,14 @@ def reduce_weighted(
         weight, some = weight_of(examples, comm)
         mean, new_state = reduce(scale(updates, weight if divide else examples), state)
     # Without any example the step is skipped, residuals included.
-    mean = jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), mean)
-    return mean, jax.tree.map(lambda new, old: jnp.where(some, new, old), new_state, state), some
+    return zero_unless(some, mean), keep_unsent(some, new_state, state, updates), some
 
 
-def weight_of(examples: Array | int, comm: Comm) -> tuple[Array, Array]:
+def weight_of(examples: Array, comm: Comm) -> tuple[Array, Array]:
     """Returns `examples / mean(examples)`, for four bytes on the wire, and whether any worker has examples."""
-    count = jnp.asarray(examples, jnp.float32)
-    mean = comm.mean(comm.varying(count))
+    mean = comm.mean(comm.varying(examples))
     # n_w / mean(n): the weights have the mean 1, so that thresholds and scales of compressors keep their meaning.
-    return count / jnp.where(mean > 0, mean, 1), mean > 0
+    return examples / jnp.where(mean > 0, mean, 1), mean > 0
 
 
 def refuse_model_axes(what: str, advice: str) -> None:
@@ -208,15 +206,18 @@ def refuse_model_axes(what: str, advice: str) -> None:
         )
 
 
-def local_gradients(updates: Updates, axis: AxisNames, examples: Array | int | None) -> tuple[Updates, Comm]:
-    """Checks the gradients for an optimizer that communicates, and converts them to float32 or better."""
+def local_gradients(
+    updates: Updates, axis: AxisNames, examples: Any, active: Any, *, name: str
+) -> tuple[Updates, Comm]:
+    """Checks the gradients for an optimizer that communicates, weighs them, and converts them to float32 or better."""
     check_leaves(updates)
     comm = over(axis)
     check_local(updates, axis)
     refuse_model_axes("this optimizer", "use all_reduce(reducer, specs=) and an optimizer of optax")
     updates = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), updates)
-    if examples is not None:
-        updates = scale(updates, weight_of(examples, comm)[0])
+    weight = weight_of_worker(examples, active, name=name)
+    if weight is not None:
+        updates = scale(updates, weight_of(weight, comm)[0])
     return updates, comm
 
 

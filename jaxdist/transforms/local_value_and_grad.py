@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,14 @@ from jax import lax
 
 from .._core.compat import cast_varying, mesh_axes_being_mapped, vary_like
 from .._core.dtypes import working_dtype
-from .._core.jaxprs import propagate
+from .._core.jaxprs import CASTS, RESHAPES, evaluate, propagate
 from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, PyTree
+from ..comm.over import over
 from ..state.flax_marks import STREAMS, variables_by_path
-from ..state.marks import axis_tuple, name_leaf
+from ..state.marks import axis_tuple, is_mark, name_leaf
+from .weights import as_number
+from .weights import scale as scale_by
 
 
 def to_varying(tree: PyTree, axis: AxisNames) -> PyTree:
@@ -31,6 +34,7 @@ def local_value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     micro_batches: int = 1,
+    weights: Callable[[Any], Any] | None = None,
     scale: Array | float | int | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` of this worker's loss: the gradient is local, and nothing is sent.
@@ -41,24 +45,37 @@ def local_value_and_grad(
 
     With `micro_batches=k` the batch is split into `k` parts along its first dimension, and gradients are summed in one
     float32 buffer inside a loop: the memory of one part, and one communication, after the last (DDP's `no_sync`). Of
-    the fp8 statistics of flax, which `agree_on_maximum` is for, it takes the maximum over the parts.
+    the fp8 statistics of flax, which `agree_on_maximum` is for, it takes the maximum over the parts. With
+    `n_i = weights(part_i)`, the number of tokens or examples that the loss `L_i` of a part is the mean of,
 
-    *On the wire*: nothing.
+        value = Σ n_i L_i / Σ n_i,   gradient = Σ n_i ∇L_i / Σ n_i
+
+    are those of the whole batch, also if its parts are masked differently; without `weights` all parts count alike.
+
+    *On the wire*: nothing; with `weights` and `Sharded` parameters, whose gradients are means over workers already,
+    four bytes, and these gradients are weighted over workers too.
 
     Args:
       argnums: the arguments to differentiate. The first other argument is the batch; PRNG keys among the rest are
-        folded with the number of the part, and everything else is passed unchanged.
-      has_aux: true if the loss also returns auxiliary data. Over micro-batches its floating leaves are averaged and its
-        integer ones summed.
+        folded with the number of the part, and everything else is passed unchanged: leaves that all parts need whole,
+        such as a table, belong there. Of the batch, arrays are split, keys without a dimension are folded, and other
+        scalars passed unchanged.
+      has_aux: true if the loss also returns auxiliary data. Over micro-batches its floating leaves are averaged, with
+        the weights of the parts, its integer ones summed, and of booleans it is true that any is.
       micro_batches: the number of parts. More saves memory and costs time per step. Layers of `zero.gathered` (stage 3)
         gather and reduce in every part, `k` times the bytes; `docs/reference/zero.md` has the form that does so once.
+      weights: `weights(batch) -> number`, of a part as the loss gets it: `lambda batch: batch["mask"].sum()`. A part of
+        weight 0 is left out, even if its loss is 0/0; if all are, value and gradient are zero. (Of `Sharded` parameters
+        the loss of such a part must be finite: divide by `max(n, 1)`.) Pass the sum to the update as `examples=`, which
+        weighs workers.
       scale: multiplies the loss, in float32, before it is differentiated, for parameters in float16:
         `jd.transforms.loss_scale(opt_state)` of a chain in `dynamic_loss_scale`. The returned value is not scaled.
 
     Raises:
-      ValueError: at trace time, a leaf to differentiate is not floating, such as the random stream of an nnx module;
-        the loss changes Variables of nnx, such as running statistics, and returns no auxiliary data; `argnums` or
-        `micro_batches` do not fit.
+      ValueError: `micro_batches` is below 1; at trace time, if it does not divide the batch, if there is no batch, if
+        the loss is divided by a number that is computed from the batch and there are no `weights`, or if these return
+        no single number; a leaf to differentiate is not floating, such as the random stream of an nnx module; the loss
+        changes Variables of nnx, such as running statistics, and returns no auxiliary data; `argnums` do not fit.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -69,18 +86,19 @@ def local_value_and_grad(
     """
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
-    value_and_grad = _value_and_grad(loss, axis, argnums, has_aux, scale)
 
-    def whole(*args):
+    def whole(*args, factor: Any = scale):
         differentiated = _positions(argnums, len(args))
         _check_differentiable(args, differentiated)
         # The cast to varying is transposed to an all-reduce: before `grad` it is outside of what is differentiated.
         args = [to_varying(arg, axis) if i in differentiated else arg for i, arg in enumerate(args)]
-        return value_and_grad(*args)
+        return _value_and_grad(loss, axis, argnums, has_aux, factor)(*args)
 
+    if weights is not None:
+        return partial(_weigh_parts, whole, axis, argnums, micro_batches, weights, scale)
     if micro_batches == 1:
         return whole
-    return partial(_sum_over_parts, whole, axis, argnums, micro_batches)
+    return partial(_sum_over_parts, whole, partial(_check_mean, loss, has_aux), axis, argnums, micro_batches)
 
 
 def _positions(argnums: int | Sequence[int], count: int) -> list[int]:
@@ -92,19 +110,119 @@ def _positions(argnums: int | Sequence[int], count: int) -> list[int]:
 
 
 def _sum_over_parts(
-    value_and_grad: Callable[..., Any], axis: AxisNames, argnums: int | Sequence[int], parts: int, *args: Any
+    value_and_grad: Callable[..., Any],
+    check: Callable[["_Divided"], None],
+    axis: AxisNames,
+    argnums: int | Sequence[int],
+    parts: int,
+    *args: Any,
 ) -> Any:
     """Averages values and gradients over the parts of the batch, in a loop."""
+    divided = _divide(argnums, parts, args)
+    check(divided)
+    total, shapes = _sum_parts(lambda number, _, part: value_and_grad(*divided.arguments(number, part)), divided, axis)
+    value = jax.tree.map(lambda t, x: _finish(t, x.dtype, parts), total[0], shapes[0])
+    gradients = jax.tree_util.tree_map_with_path(
+        lambda path, t, x: t.astype(x.dtype) if is_overwritten(path) else _finish(t, x.dtype, parts),
+        total[1],
+        shapes[1],
+    )
+    return value, gradients
+
+
+def _weigh_parts(
+    value_and_grad: Callable[..., Any],
+    axis: AxisNames,
+    argnums: int | Sequence[int],
+    parts: int,
+    weights: Callable[[Any], Any],
+    scale: Any,
+    *args: Any,
+) -> Any:
+    """Averages values and gradients over the parts of the batch, each with its weight."""
+    divided = _divide(argnums, parts, args)
+
+    def weight_of_part(numbered: Any) -> Array:
+        arguments = divided.arguments(*numbered)
+        return as_number("the result of weights", weights(arguments[divided.batch]))
+
+    # n_i, before the loop: they depend on the batch alone.
+    found = lax.map(weight_of_part, (jnp.arange(parts), divided.stack))
+    total = found.sum()
+    shares = found / jnp.where(total > 0, total, 1)
+    is_sharded = any(map(is_mark, jax.tree.leaves([args[i] for i in divided.differentiated], is_leaf=is_mark)))
+
+    # The gradient of a shard is a mean over workers: its loss is weighted, by n_wi / mean_w(Σ_i n_wi).
+    of_all = over(axis).mean(over(axis).varying(total)) if is_sharded else total
+    factor = total / jnp.where(of_all > 0, of_all, 1)
+
+    def evaluate_part(number: Array, share: Array, part: PyTree) -> Any:
+        arguments = divided.arguments(number, part)
+        if is_sharded:
+            out, gradients = value_and_grad(*arguments, factor=share * factor * (1 if scale is None else scale))
+            # That of a replicated parameter is this worker's own.
+            own = jnp.where(share > 0, 1 / jnp.where(factor > 0, factor, 1), 0)
+        else:
+            (out, gradients), own = value_and_grad(*arguments), share
+
+        def weigh_gradient(path: Any, x: Any) -> Any:
+            if is_overwritten(path):
+                # Of the statistics the maximum is taken: that of a part without weight is below all others.
+                return jnp.where((share > 0) | (total == 0), x, jnp.asarray(-jnp.inf, x.dtype))
+            return x if is_mark(x) else _weigh(own, x)
+
+        gradients = jax.tree_util.tree_map_with_path(weigh_gradient, gradients, is_leaf=is_mark)
+        return _weigh(share, out), gradients
+
+    if parts == 1:
+        return evaluate_part(jnp.zeros((), jnp.int32), shares[0], jax.tree.map(lambda x: x[0], divided.stack))
+    total_of_parts, shapes = _sum_parts(evaluate_part, divided, axis, shares)
+    return jax.tree.map(lambda t, x: t.astype(x.dtype), total_of_parts, shapes)
+
+
+def _weigh(share: Array, tree: PyTree) -> PyTree:
+    """Multiplies floating leaves, in float32; a share of 0 gives 0 even for NaN."""
+    tree = jax.tree.map(jnp.asarray, tree)
+    floating = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
+    weighed = scale_by(floating, share)
+    return jax.tree.map(lambda x, y: y if x is None else x, weighed, tree, is_leaf=lambda x: x is None)
+
+
+class _Divided(NamedTuple):
+    """A call whose argument number `batch` is split: `stack` has its arrays, `[parts, ...]`, and `None` for scalars."""
+
+    args: Sequence[Any]
+    differentiated: list[int]
+    batch: int
+    parts: int
+    stack: PyTree
+
+    def arguments(self, number: Any, part: PyTree) -> list[Any]:
+        """The arguments for one part."""
+        # Each part draws its own random numbers; a single one those of the whole.
+        folded = [
+            arg if i in self.differentiated or self.parts == 1 else fold_keys(arg, number)
+            for i, arg in enumerate(self.args)
+        ]
+        folded[self.batch] = jax.tree.map(
+            lambda x, whole: whole if x is None else x, part, folded[self.batch], is_leaf=lambda x: x is None
+        )
+        return folded
+
+
+def _divide(argnums: int | Sequence[int], parts: int, args: Sequence[Any]) -> _Divided:
     differentiated = _positions(argnums, len(args))
     batch = next((i for i in range(len(args)) if i not in differentiated), None)
     if batch is None:
-        raise ValueError("micro_batches needs a batch argument besides the differentiated ones")
+        raise ValueError("micro_batches= or weights= needs a batch argument besides the differentiated ones")
+    stack = jax.tree.map(lambda x: None if jnp.ndim(x) == 0 else _split(x, parts), args[batch])
+    return _Divided(args, differentiated, batch, parts, stack)
 
-    # Each part draws its own random numbers.
-    def evaluate_part(number, part):
-        changed = [arg if i in differentiated else fold_keys(arg, number) for i, arg in enumerate(args)]
-        changed[batch] = part
-        return value_and_grad(*changed)
+
+def _sum_parts(
+    evaluate_part: Callable[..., Any], divided: _Divided, axis: AxisNames, shares: Array | None = None
+) -> tuple[PyTree, PyTree]:
+    """Adds up `evaluate_part(number, share, part)` in a loop; returns the sum, in float32, and the shapes of a term."""
 
     def add_part(total, numbered):
         number, part = numbered
@@ -122,20 +240,71 @@ def _sum_over_parts(
         value = jax.tree.map(lambda t, x: t + jnp.asarray(x, t.dtype), total[0], value)
         return (value, gradients), None
 
-    stack = jax.tree.map(lambda x: _split(x, parts), args[batch])
-    shapes = jax.eval_shape(lambda part: evaluate_part(0, part), jax.tree.map(lambda x: x[0], stack))
+    stack = (jnp.arange(divided.parts), shares, divided.stack)
+    shapes = jax.eval_shape(lambda first: evaluate_part(*first), jax.tree.map(lambda x: x[0], stack))
     # Over a further axis each sum differs as its terms do.
     zeros = jax.tree.map(lambda x: vary_like(jnp.zeros(x.shape, _sum_dtype(x.dtype)), x), shapes)
     # The loss of a replicated batch is replicated, but a sum of local ones is not: type all of it as local.
     zeros = to_varying(zeros, axis)
-    total, _ = lax.scan(add_part, zeros, (jnp.arange(parts), stack))
-    value = jax.tree.map(lambda t, x: _finish(t, x.dtype, parts), total[0], shapes[0])
-    gradients = jax.tree_util.tree_map_with_path(
-        lambda path, t, x: t.astype(x.dtype) if is_overwritten(path) else _finish(t, x.dtype, parts),
-        total[1],
-        shapes[1],
-    )
-    return value, gradients
+    return lax.scan(add_part, zeros, stack)[0], shapes
+
+
+class _Value(NamedTuple):
+    """A value in the trace of a loss: what it depends on, and whether it is a quotient by a number of the batch.
+
+    `inverse`: it is one over such a number.
+    """
+
+    params: bool = False
+    batch: bool = False
+    quotient: bool = False
+    inverse: bool = False
+
+
+# A quotient remains one through these.
+_LINEAR = {"add", "sub", "neg", "mul", "div", "select_n", "convert_element_type", "copy", *RESHAPES, *CASTS}
+
+
+def _check_mean(loss: Callable[..., Any], has_aux: bool, divided: _Divided) -> None:
+    """Checks that no part of the batch counts for more than another: that the loss is no mean over a masked number.
+
+    Raises:
+      ValueError: the loss is a quotient whose divisor is computed from the arrays of the batch.
+    """
+    first = jax.tree.map(lambda x: x[0], divided.stack)
+
+    def value_of(leaves: list[Any], part: PyTree) -> Any:
+        arguments = divided.arguments(0, part)
+        for i, tree in zip(divided.differentiated, leaves, strict=True):
+            arguments[i] = tree
+        out = loss(*arguments)
+        return out[0] if has_aux else out
+
+    trees = [divided.args[i] for i in divided.differentiated]
+    closed = jax.make_jaxpr(value_of)(trees, first)
+    operands = [_Value(params=True)] * len(jax.tree.leaves(trees)) + [_Value(batch=True)] * len(jax.tree.leaves(first))
+    (found,) = evaluate(closed, _follow_quotient, operands)
+    if isinstance(found, _Value) and found.quotient:
+        raise ValueError(
+            f"micro_batches={divided.parts}: the loss is divided by a number that is computed from the batch, such as "
+            "a number of valid tokens, and the mean of the means of parts is another one than that of the batch: pass "
+            'weights=lambda batch: batch["mask"].sum(), with that number, or weights=lambda batch: 1 to count all '
+            "parts alike"
+        )
+
+
+def _follow_quotient(equation: Any, operands: list[Any]) -> list[_Value]:
+    known = [x if isinstance(x, _Value) else _Value() for x in operands]
+    name, params, batch = equation.primitive.name, any(x.params for x in known), any(x.batch for x in known)
+    of_batch = [x.batch and not x.params for x in known]
+    inverse = name == "div" and of_batch[1] and not known[0].params
+    inverse = inverse or (name in _LINEAR and any(x.inverse for x in known) and not params)
+    # N(params, batch) / D(batch), or N times its inverse.
+    begins = (name == "div" and of_batch[1] and known[0].params) or (params and any(x.inverse for x in known))
+    # Of one example or token the divisor is its own; the sum over them counts all alike.
+    is_number = all(x.aval.shape == () for x in equation.outvars)
+    quotient = is_number and name in _LINEAR and (begins or any(x.quotient for x in known))
+    return [_Value(params, batch, quotient, inverse and is_number)] * len(equation.outvars)
 
 
 def _value_and_grad(
@@ -152,7 +321,7 @@ def _value_and_grad(
         out = loss(*args)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(f"with has_aux=True the loss must return (value, aux), got {type(out).__name__}")
-        value = out[0] if has_aux else out
+        value: Any = out[0] if has_aux else out
         # In float32: S times the loss would overflow float16.
         scaled = value if scale is None else value.astype(working_dtype(value.dtype)) * scale
         # A loss that is a mean over workers is the loss of each of them, not one loss of all.
@@ -201,7 +370,7 @@ def _check_changes(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split(x: Any, parts: int) -> Any:
-    if x.ndim == 0 or x.shape[0] % parts:
+    if x.shape[0] % parts:
         raise ValueError(f"micro_batches={parts} must divide the first dimension of the batch, got shape {x.shape}")
     return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 

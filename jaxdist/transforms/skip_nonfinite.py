@@ -21,6 +21,7 @@ from ..state.flax_marks import refuse_shared_variables
 from ..state.marks import check_batch_usable, check_usable
 from .all_reduce import LateState
 from .local_gradients import with_extra_args
+from .weights import weight_of_leaves, zero_unless
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -72,8 +73,8 @@ def skip_nonfinite(
 
     The chain always runs, on zeros in place of a bad gradient, so that its collectives happen on all workers; a skipped
     step's updates are then replaced by zeros and its new state by the old one, residuals included. Gradients and losses
-    of workers with `examples=0` are not checked. Of `all_reduce(delay=1)` a skipped step also drops the last gradient,
-    which may be the one that overflows.
+    of workers with `examples=0` or `active=False` are not checked. Of `all_reduce(delay=1)` a skipped step also drops
+    the last gradient, which may be the one that overflows.
 
     Around `local_steps` and `gossip` it would synchronize all workers at every step and defeat their purpose. Inside,
     `local_steps(skip_nonfinite(inner, axis=None), ...)`, each worker skips its own steps, as with `active=False`. With
@@ -111,14 +112,15 @@ def skip_nonfinite(
 
     def update_fn(updates, state, params=None, **extra_args):
         comm = over(axis)
+        # Without examples a mean is 0/0, and is left out wherever workers are averaged.
+        weight = weight_of_leaves(extra_args.get("examples"), extra_args.get("active"), updates)
+        checked = updates if weight is None else zero_unless(weight > 0, updates)
         # Collectives run on zeros in place of a bad gradient.
-        bad = _any(jnp.logical_not(_is_moderate(x)) for x in _inexact(updates))
+        bad = _any(jnp.logical_not(_is_moderate(x)) for x in _inexact(checked))
         if extra_args.get("value") is not None:
-            bad = bad | jnp.isnan(extra_args["value"]).any()
-        clean = jax.tree.map(lambda x: jnp.where(bad, jnp.zeros_like(x), x), updates)
-        # Without examples a mean is 0/0; all_reduce leaves it out.
-        if extra_args.get("examples") is not None:
-            bad = bad & (jnp.asarray(extra_args["examples"]) > 0)
+            lost = jnp.isnan(extra_args["value"]).any()
+            bad = bad | (lost if weight is None else lost & (weight > 0).any())
+        clean = jax.tree.map(lambda x: jnp.where(bad, jnp.zeros_like(x), x), checked)
         new_updates, inner = tx.update(clean, state.inner, params, **extra_args)
         # One flag for gradient, updates and new state, and one collective for it.
         bad = bad | _any(~jnp.isfinite(x).all() for x in _inexact(new_updates)) | _overflows(state.inner, inner)

@@ -23,10 +23,10 @@ from ..transforms.local_gradients import (
     check_local,
     check_shapes,
     refuse_model_axes,
-    scale,
     weight_of,
     with_extra_args,
 )
+from ..transforms.weights import scale, weight_of_leaves, zero_unless
 from ..wire.flat import MULTIPLE, piece
 from .checks import check_inner, check_means, check_replicated, check_sharding
 from .parts import Part, as_parts, is_part, local_shard, on_parts
@@ -79,8 +79,8 @@ class ZeroState(NamedTuple):
 class _Gradients(NamedTuple):
     """How gradients become this worker's shards of their mean.
 
-    `init(params)` makes the state, and `reduce_to_shards(gradients, params, state, examples, arguments, comm)` returns
-    the shards, the new state, and a boolean: did any worker have an example?
+    `init(params)` makes the state, and `reduce_to_shards(gradients, params, state, weight, arguments, comm)` returns
+    the shards, the new state, and a boolean: did any worker have an example? With weights of leaves one for each.
     """
 
     init: Callable[[PyTree], State]
@@ -157,9 +157,10 @@ def zero_redundancy(
         axis="pod")`, and likewise inside `noloco` and `gossip`; in stage 3 with `zero.shard(params, axis="chip")`.
 
     Returns:
-      A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=`, as `all_reduce`,
-      and `moved=True` if something else may have changed the parameters since the last update, which master parameters
-      then follow. Methods between pods pass it.
+      A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=` and `active=`, as
+      `all_reduce`; a parameter that no worker used is not moved, and its part of the state stays. It takes `moved=True`
+      if something else may have changed the parameters since the last update, which master parameters then follow.
+      Methods between pods pass it.
 
     Raises:
       ValueError: `stage` is not 1 or 2; `inner` is an `offload.host` (which belongs outside), a `quantized_state`,
@@ -229,6 +230,7 @@ def _update(
     params: PyTree = None,
     *,
     examples: Any = None,
+    active: Any = None,
     moved: bool = False,
     **extra_args: Any,
 ) -> tuple[Updates, ZeroState]:
@@ -244,23 +246,27 @@ def _update(
         # What `inner` calls is averaged, since it takes any whole array for the same on all workers.
         extra_args = average_arguments(extra_args, cfg.axis)
         check_sharding(params, comm)
-        if examples is not None and len(jax.tree.leaves(replicated[0])) < len(jax.tree.leaves(updates)):
+        is_weighted = examples is not None or active is not None
+        if is_weighted and len(jax.tree.leaves(replicated[0])) < len(jax.tree.leaves(updates)):
             raise ValueError(
-                "examples= cannot weight the gradients of Sharded parameters, which are averaged already: "
-                "weigh the loss by the examples"
+                "examples= and active= cannot weight the gradients of Sharded parameters, which are averaged already: "
+                "weigh the loss by the examples, local_value_and_grad(loss, weights=)"
             )
+        weight = weight_of_leaves(examples, active, replicated[0])
         # g = reduce_scatter(g_w): this worker's shard of the mean. Schedules of reducers read the extras.
         extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
-        means, reducer, some = cfg.gradients.reduce_to_shards(*replicated, state.reducer, examples, extras, comm)
+        means, reducer, used = cfg.gradients.reduce_to_shards(*replicated, state.reducer, weight, extras, comm)
+        some = used if isinstance(used, bool) else used.any()
         shards = _fill_in(means, updates)
         if moved and cfg.master_dtype is not None:
             state = state._replace(master=_follow_params(state, params, comm))
         # u, s = inner(g, s, θ_shard).
         before = cfg.codec.decode(state.inner)
         steps, after = _update_shards(cfg, shards, before, state.master, params, extra_args, comm)
-        inner = cfg.codec.encode(_restore_marks(after, before, some, comm), state.inner, some, comm)
+        after = _restore_marks(after, before, _used_state(cfg, before, params, used), comm)
+        inner = cfg.codec.encode(after, state.inner, some, comm)
         # A step in which no worker had an example changes nothing, even if `inner` decays weights.
-        steps = jax.tree.map(lambda u: jnp.where(some, u, jnp.zeros_like(u)), steps)
+        steps = steps if isinstance(used, bool) else zero_unless(used, steps)
         # updates = all_gather(u).
         out, master, coded = cfg.delivery.send(steps, params, state.master, state.coded, some, comm)
     empty = jnp.where(some, state.empty, next_count(state.empty))
@@ -327,28 +333,35 @@ def _reduce_to_shards(
     updates: Updates,
     params: PyTree,
     state: State,
-    examples: Any,
+    weight: Array | None,
     extras: Extras,
     comm: Comm,
 ) -> tuple[Updates, State, Flag]:
     """Averages local gradients by a reduce-scatter, weighted by the number of examples if it is given."""
-    some = True
+    used = True
     check_local(updates, axis, reduced=ALREADY_REDUCED)
-    if examples is not None:
+    if weight is not None:
         if form.forms.no_examples is not None:
             raise ValueError(form.forms.no_examples)
-        weight, some = weight_of(examples, comm)
+        weight, used = weight_of(weight, comm)
         updates = scale(updates, weight)
     # Without any example the mean is zero, and the reducer's state remains.
     means, new = mean_pieces(form, updates, state, buckets_of(params, stage), comm, extras)
-    return means, jax.tree.map(lambda new, old: jnp.where(some, new, old), new, state), some
+    if isinstance(used, bool):
+        return means, new, used
+    if used.ndim and any(is_mark(x) for x in jax.tree.leaves(state, is_leaf=is_mark)):
+        raise ValueError(
+            "weights for single leaves would lose what a reducer of zero_redundancy has not sent yet of leaves that no "
+            "worker used: use one without feedback, or pass one number as examples="
+        )
+    return means, jax.tree.map(lambda new, old: jnp.where(used.any(), new, old), new, state), used
 
 
 def _shards_of_means(
-    axis: AxisNames, updates: Updates, params: PyTree, state: State, examples: Any, extras: Extras, comm: Comm
+    axis: AxisNames, updates: Updates, params: PyTree, state: State, weight: Any, extras: Extras, comm: Comm
 ) -> tuple[Updates, State, bool]:
     """Takes this worker's shards of gradients that are means already (`reducer=None`)."""
-    del params, examples, extras
+    del params, weight, extras
     check_means(updates, axis)
     return jax.tree.map(lambda x: piece(x, comm), updates), state, True
 
@@ -393,12 +406,21 @@ def _whole_shapes(tree: PyTree) -> PyTree:
     )
 
 
-def _restore_marks(new: PyTree, old: PyTree, some: Flag, comm: Comm) -> PyTree:
-    """The new state with the marks of the old one; the old one if no worker had an example."""
+def _used_state(cfg: _Config, state: State, params: PyTree, used: Flag) -> PyTree:
+    """For each array of the optimizer's state whether any worker had an example for the parameter it belongs to."""
+    if isinstance(used, bool) or not used.ndim:
+        return jax.tree.map(lambda _: used, state, is_leaf=is_mark)
+    owners = jax.tree.leaves(beside(cfg.inner.init, state, params))
+    _, structure = jax.tree.flatten(state, is_leaf=is_mark)
+    return structure.unflatten([used.any() if k == NO_PARAMETER else used[k] for k in owners])
 
-    def restore_mark(before: Any, after: Any) -> Any:
+
+def _restore_marks(new: PyTree, old: PyTree, used: PyTree, comm: Comm) -> PyTree:
+    """The new state with the marks of the old one; the old one where no worker had an example."""
+
+    def restore_mark(before: Any, after: Any, used: Flag) -> Any:
         if is_mark(before):
-            return with_value(before, jnp.where(some, local_shard(after, comm), before.value))
-        return jnp.where(some, after.whole(comm) if is_part(after) else after, before)
+            return with_value(before, jnp.where(used, local_shard(after, comm), before.value))
+        return jnp.where(used, after.whole(comm) if is_part(after) else after, before)
 
-    return jax.tree.map(restore_mark, old, new, is_leaf=lambda x: is_mark(x) or is_part(x))
+    return jax.tree.map(restore_mark, old, new, used, is_leaf=lambda x: is_mark(x) or is_part(x))

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -470,6 +471,130 @@ def test_an_island_without_examples_keeps_its_residual():
     np.testing.assert_array_equal(residuals[0], [0.0, -1.5, -1.0, -0.5])
     np.testing.assert_array_equal(residuals[1], residuals[0])
     assert residuals[2][1] == 0
+
+
+def counting(examples, *, goal=10.0, **options):
+    """A transformation, and a step that passes so many examples of this island to the update."""
+    tx = jd.local_steps(optax.sgd(0.5), optax.sgd(1.0), sync_period=2, axis=None, **options)
+
+    @jax.jit
+    def step(state):
+        gradient = jnp.where(examples > 0, state["params"] - goal, jnp.nan)
+        updates, opt = tx.update(gradient, state["opt"], state["params"], sync=(), examples=examples)
+        return {"params": state["params"] + updates, "opt": opt}
+
+    return tx, step, {"params": jnp.zeros(()), "opt": tx.init(jnp.zeros(()))}
+
+
+def test_examples_of_the_steps_weigh_the_drift_as_on_a_mesh():
+    counts, store, found = {"a": 1, "b": 9, "c": 0}, islands.memory(), {}
+
+    def run(name):
+        tx, step, state = counting(jnp.float32(counts[name]), goal={"a": 0.0, "b": 10.0, "c": 99.0}[name])
+        with islands.join(store, tx, name=name, begin_with=3, round_timeout=60) as island:
+            state = island.enter(state)
+            for _ in range(2):
+                for _ in range(2):
+                    state = step(state)
+                state, _ = island.meet(state)
+            found[name] = float(jd.local_sgd.global_params(state["opt"]))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run, counts))
+    # x += 0.75 (goal - x) in each round, of which b counts nine parts in ten and c none
+    assert found == pytest.approx(dict.fromkeys(counts, 0.9 * 7.5 + 0.9 * (10 - 6.75) * 0.75 - 0.1 * 6.75 * 0.75))
+
+
+def test_what_meet_is_passed_replaces_what_the_steps_counted_and_a_tree_is_refused():
+    tx, step, state = counting(jnp.float32(5))
+    store = islands.memory()
+    with islands.join(store, tx, name="a") as island:
+        state = island.enter(state)
+        state, _ = island.meet(step(step(state)), examples=0.0)
+        assert float(state["opt"].anchor) == 0
+        # The next round counts anew.
+        state, report = island.meet(step(step(state)))
+        assert report.counted
+        assert float(state["opt"].anchor) == 7.5
+        uneven = state["opt"].examples.value
+        assert uneven.tolist() == [-1]
+    local = jd.local_steps(optax.sgd(0.5), optax.sgd(1.0), sync_period=2, axis=None)
+    params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    with islands.join(islands.memory(), local, name="a") as island:
+        state = island.enter({"params": params, "opt": local.init(params)})
+        _, opt = local.update(params, state["opt"], params, sync=(), examples={"a": 1, "b": 2})
+        with pytest.raises(ValueError, match="passed a tree as examples=, and counted 1 to 2"):
+            island.meet({"params": params, "opt": opt})
+
+
+def test_progress_of_an_earlier_round_keeps_its_weight():
+    tx, _, state = counting(jnp.float32(5))
+    with islands.join(islands.memory(), tx, name="a") as island:
+        local = island.enter(state)["opt"]
+        drift = jnp.ones(())
+
+        def weight(seen, since, drift=drift):
+            return island._weight_of(
+                local._replace(examples=jd.PerWorker(jnp.array([seen])), since=jnp.array([since])), drift
+            )
+
+        assert weight(-1.0, 2) == 1
+        assert weight(6.0, 2) == 6
+        assert weight(12.0, 4) == 6  # two rounds, of which the store was away in the first
+        assert weight(0.0, 2) == 6
+        assert weight(0.0, 2, jnp.zeros(())) == 0
+
+
+def scheduled(inner):
+    """A run of five rounds of four steps, and what an island has that enters then, fresh or from `start`."""
+    tx = jd.local_steps(inner, optax.sgd(1.0), sync_period=4, axis=None)
+
+    def fresh():
+        return {"params": jnp.zeros(3), "opt": tx.init(jnp.zeros(3))}
+
+    @jax.jit
+    def step(state):
+        updates, opt = tx.update(jnp.ones(3), state["opt"], state["params"], sync=())
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, updates[0]
+
+    store = islands.memory()
+    with islands.join(store, tx, name="first", round_timeout=5) as first:
+        state, saved = first.enter(fresh()), None
+        for number in range(20):
+            state, _ = step(state)
+            if first.due(number):
+                state, _ = first.meet(state)
+            if number == 10:
+                saved = state
+        found = []
+        for name, start in (("late", fresh()), ("again", saved)):
+            with islands.join(store, tx, name=name, round_timeout=5) as island:
+                entered = island.enter(start)
+                found.append((entered, step(entered)[1]))
+        return state, step(state)[1], found
+
+
+@pytest.mark.parametrize("injected", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_who_enters_late_takes_over_the_step_of_the_run(injected):
+    """Schedules go on at step 20; Adam's moments and the count of their bias correction are the island's own."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 8, 40, 0.0)
+    inner = optax.inject_hyperparams(optax.adamw)(schedule) if injected else optax.adamw(schedule)
+    state, rate, ((fresh, first_step), (again, next_step)) = scheduled(inner)
+    assert [int(x["opt"].count) for x in (state, fresh, again)] == [20] * 3
+
+    def counts(x):
+        inner = x["opt"].inner.value
+        return (
+            [int(inner.count), int(inner.inner_state[0].count)]
+            if injected
+            else [int(inner[2].count), int(inner[0].count)]
+        )
+
+    assert [counts(x) for x in (state, fresh, again)] == [[20, 20], [20, 0], [20, 11]]
+    # Of a constant gradient Adam's step is the rate, whatever it has seen.
+    np.testing.assert_allclose([first_step, next_step], [rate] * 2, rtol=1e-2)
+    moments = fresh["opt"].inner.value
+    assert not np.asarray((moments.inner_state if injected else moments)[0].mu).any()
 
 
 def slowmo(**options):

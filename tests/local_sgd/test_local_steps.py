@@ -468,6 +468,44 @@ def test_all_workers_take_the_steps_of_the_warm_up():
     np.testing.assert_array_equal(found[4, 1], found[3, 1])
 
 
+def test_a_worker_without_examples_takes_no_step_even_if_its_gradient_is_nan():
+    """It steps neither by itself nor, in the warm-up, with a gradient of its own; there it moves with the others."""
+    drawn, seen = targets(6, 2), np.ones((6, 2), np.float32)
+    seen[[0, 3], 1] = seen[5] = 0
+    seen[4, 0] = 3
+    tx = jd.local_steps(optax.adam(0.1), optax.sgd(1.0), sync_period=3, warmup_steps=2)
+    poisoned = np.where(seen[..., None] > 0, drawn, np.nan)
+    found, _, state = run(tx, poisoned, examples=seen)
+    np.testing.assert_array_equal(found[0, 0], found[0, 1])
+    assert state.inner.value[0].count.tolist() == [5, 4]
+
+    # The drifts of the round of three steps count 1 + 1 + 3 and 1 + 0 + 1 examples.
+    x, opts = [jnp.zeros(6)] * 2, [optax.adam(0.1).init(jnp.zeros(6))] * 2
+    for step in range(6):
+        for worker in range(2):
+            if step < 2:
+                used = np.flatnonzero(seen[step])
+                gradient = x[worker] - drawn[step, used].mean(0)
+            elif seen[step, worker]:
+                gradient = x[worker] - drawn[step, worker]
+            else:
+                continue
+            updates, opts[worker] = optax.adam(0.1).update(gradient, opts[worker])
+            x[worker] = x[worker] + updates
+        if step == 4:
+            x = [(5 * x[0] + 2 * x[1]) / 7] * 2
+    np.testing.assert_allclose(found[5], x, atol=1e-5)
+
+
+def test_examples_of_more_fragments_than_leaves():
+    drawn, seen = targets(6, 2), np.tile(np.array([1, 3], np.float32), (6, 1))
+    found = [
+        run(jd.local_steps(optax.sgd(0.2), optax.sgd(1.0), sync_period=3, fragments=n), drawn, examples=seen)[1][5]
+        for n in (1, 3)
+    ]
+    np.testing.assert_allclose(*found, atol=1e-6)
+
+
 def test_reset_leaves_hyperparameters_with_names_of_parameters():
     tx = jd.local_steps(
         optax.inject_hyperparams(optax.adam)(learning_rate=0.1),

@@ -322,6 +322,10 @@ def test_refusals(four):
     tx = offload.host(optax.adam(1.0), master_dtype=jnp.float32)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(params(), tx.init(params()))
+    around = offload.delayed(optax.chain(jd.all_reduce(jd.exact(), axis=None), optax.sgd(1.0)))
+    for weight in ({"examples": 3}, {"active": False}):
+        with pytest.raises(ValueError, match="would weight the gradients of the last one"):
+            around.update(params(), around.init(params()), **weight)
     late = offload.host(ZERO, delayed=True)
     with pytest.raises(ValueError, match="differ between workers"):
         jd.distribute(make_step(late), four).lower(fresh(late, four), batch())

@@ -92,7 +92,8 @@ def test_a_wave_may_carry_what_does_not_depend_on_the_batch():
     assert float(found) == pytest.approx(float(jd.simulate(step, 2)(params, (batch, batch))[1]))
 
 
-def test_a_rolling_wave_refuses_the_examples_of_another_one():
+@pytest.mark.parametrize("keyword", ["examples", "active"])
+def test_a_rolling_wave_refuses_the_weight_of_another_one(keyword):
     tx = optax.chain(jd.all_reduce(jd.exact()), optax.sgd(1.0))
     rolling = jd.overlap.wavelet(
         lambda p, x: p * x, lambda p, x, b: jnp.mean(x), tx, mode="rolling", embed=lambda p, b: b["x"]
@@ -101,7 +102,7 @@ def test_a_rolling_wave_refuses_the_examples_of_another_one():
     state = jd.init_state(lambda: rolling.init(params, {"x": jnp.zeros(2)}), 2)
 
     def step(state, batch):
-        return rolling.step(state, {"x": batch["x"]}, examples=batch["n"][0])[0], {}
+        return rolling.step(state, {"x": batch["x"]}, **{keyword: batch["n"][0]})[0], {}
 
-    with pytest.raises(ValueError, match="would weight the gradient of the previous wave"):
+    with pytest.raises(ValueError, match=f"{keyword}= of this call would weight the gradient of the previous wave"):
         jd.simulate(step, 2)(state, {"x": jnp.ones(4), "n": jnp.array([2, 0])})

@@ -107,7 +107,7 @@ def test_signs_refuse_examples(reducer):
     def update(x, examples):
         return tx.update(x, tx.init(x), examples=examples)[0]
 
-    with pytest.raises(ValueError, match="examples= cannot weight signs"):
+    with pytest.raises(ValueError, match="cannot weight signs"):
         jax.eval_shape(jax.vmap(update, axis_name="data"), jnp.ones((4, 3)), jnp.array([4.0, 4.0, 0.0, 0.0]))
 
 
@@ -116,5 +116,5 @@ def test_a_reduce_scatter_of_signs_refuses_examples():
         optax.sgd(0.1), reducer=jd.two_shot(jd.compressors.sign(), server_feedback=False), axis=None
     )
     params = jnp.ones(16)
-    with pytest.raises(ValueError, match="examples= cannot weight signs"):
+    with pytest.raises(ValueError, match="cannot weight signs"):
         tx.update(params, tx.init(params), params, examples=jnp.zeros(()))

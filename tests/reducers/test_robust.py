@@ -121,7 +121,7 @@ def test_combinators_pass_the_weights_on():
         found = jax.vmap(lambda x, n, tx=tx: tx.update(x, tx.init(x), examples=n)[0], axis_name="data")(rows, counts)
         np.testing.assert_allclose(found[0], expected, atol=1e-6)
     mixed = jd.all_reduce(jd.reducers.per_leaf(lambda path, leaf: 0, {0: median(), 1: jd.exact()}))
-    with pytest.raises(ValueError, match="examples= cannot weight a median"):
+    with pytest.raises(ValueError, match="cannot weight a median"):
         jax.vmap(lambda x, n: mixed.update(x, mixed.init(x), examples=n)[0], axis_name="data")(rows, counts)
     assert jd.hierarchical(inner=jd.exact(), outer=median()).forms.no_examples is not None
     assert jd.exact().forms.no_examples is None

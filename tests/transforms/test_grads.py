@@ -148,3 +148,125 @@ def test_the_mean_of_local_gradients_is_the_gradient_of_the_batch(mesh):
 
     step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
     assert_close(step(params(), batch()), jax.jit(jax.value_and_grad(loss))(params(), batch()), 1e-6)
+
+
+# ---- parts that count differently
+
+
+def masked(params, data):
+    """The mean over the valid rows, with a number for each kind of auxiliary leaf."""
+    errors = jnp.square(jnp.tanh(data["x"] @ params["w"]) - data["y"]).mean(1)
+    value = jnp.sum(errors * data["mask"]) / data["mask"].sum()
+    return value, {"value": value, "rows": data["mask"].astype(jnp.int32).sum(), "any": data["mask"].any()}
+
+
+def masked_batch(counts):
+    rows = 16 // len(counts)
+    return {**batch(), "mask": (np.arange(16) % rows < np.repeat(counts, rows)).astype(np.float32)}
+
+
+def rows_of(data):
+    return data["mask"].sum()
+
+
+@pytest.mark.parametrize("counts", [[4, 1, 2, 3], [0, 4, 0, 1]])
+def test_weighted_parts_give_what_the_whole_batch_gives(counts):
+    data = masked_batch(counts)
+    whole = jax.jit(jax.value_and_grad(masked, has_aux=True))(params(), data)
+    for parts in (1, 4):
+        f = jd.local_value_and_grad(masked, has_aux=True, micro_batches=parts, weights=rows_of)
+        found = jax.jit(f)(params(), data)
+        assert_close(found, whole, 1e-6)
+        assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, whole)
+        # Without any valid row the loss is 0/0.
+        nothing = jax.jit(f)(params(), {**data, "mask": 0 * data["mask"]})
+        assert not any(np.asarray(x).any() for x in jax.tree.leaves(nothing))
+
+
+def test_numbers_of_a_batch_are_passed_on_and_its_keys_folded():
+    def f(params, data):
+        noise = jax.random.normal(data["key"], data["y"].shape)
+        return jnp.mean((data["x"] @ params["w"] + data["scale"] * noise - data["y"]) ** 2)
+
+    key, rest = jax.random.key(7), {"scale": jnp.float32(0.5), "step": 3}
+    found = jax.jit(jd.local_value_and_grad(f, micro_batches=4))(params(), {**batch(), "key": key, **rest})
+    wanted = jax.jit(jd.local_value_and_grad(noisy, micro_batches=4))(params(), batch(), key, jnp.float32(0.5))
+    assert_close(found, wanted, 1e-6)
+
+
+MASKED_MEANS = {
+    "quotient": lambda total, mask: total / mask.sum(),
+    "guarded": lambda total, mask: jnp.where(mask.any(), total / jnp.maximum(mask.sum(), 1), 0.0),
+    "inverse": lambda total, mask: total * (1 / mask.sum()),
+    "inside jit": lambda total, mask: 0.1 + jax.jit(lambda x: x / mask.sum())(total),
+}
+
+
+@pytest.mark.parametrize("mean", MASKED_MEANS.values(), ids=MASKED_MEANS)
+def test_a_mean_over_a_masked_number_needs_weights(mean):
+    def f(params, data):
+        return mean(jnp.sum(jnp.square(data["x"] @ params["w"]).mean(1) * data["mask"]), data["mask"])
+
+    data = masked_batch([4, 1, 2, 3])
+    with pytest.raises(ValueError, match=r"divided by a number that is computed from the batch.* pass weights="):
+        jax.eval_shape(jd.local_value_and_grad(f, micro_batches=4), params(), data)
+    jax.eval_shape(jd.local_value_and_grad(f, micro_batches=4, weights=lambda data: 1), params(), data)
+
+
+FREE_OF_WEIGHTS = {
+    "by its size": lambda params, data: jnp.sum(data["x"] @ params["w"]) / data["mask"].size,
+    "of each row": lambda params, data: jnp.mean((data["x"] @ params["w"]).sum(1) / (1 + data["mask"])),
+    "normalized": lambda params, data: jnp.mean(data["x"] / data["x"].std() @ params["w"]),
+    "by the parameters": lambda params, data: jnp.mean(data["x"] @ params["w"]) / jnp.sum(params["w"] ** 2),
+    "by a number": lambda params, data: jnp.mean(data["x"] @ params["w"]) / data["scale"],
+}
+
+
+@pytest.mark.parametrize("f", FREE_OF_WEIGHTS.values(), ids=FREE_OF_WEIGHTS)
+def test_other_quotients_need_none(f):
+    data = {**masked_batch([4, 1, 2, 3]), "scale": jnp.float32(2)}
+    jax.eval_shape(jd.local_value_and_grad(f, micro_batches=4), params(), data)
+
+
+def test_weights_are_checked():
+    for weights, error in (
+        (lambda data: data["mask"], "result of weights must be one number"),
+        (lambda data: -1, "-1"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            jd.local_value_and_grad(loss, micro_batches=4, weights=weights)(params(), masked_batch([4, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("engine", ["simulate", pytest.param("types", marks=pytest.mark.slow)])
+def test_weights_of_sharded_parameters_weigh_workers_too(engine):
+    """Stage 3: the gradient of a shard is a mean over workers, whose parts have other numbers of valid rows."""
+    layer = jd.zero.gathered(lambda p, data: jnp.square(jnp.tanh(data["x"] @ p["w"]) - data["y"]).mean(1))
+
+    def f(params, data):
+        errors = layer(params, data) + jnp.square(params["b"]).sum()
+        return jnp.sum(errors * data["mask"]) / jnp.maximum(data["mask"].sum(), 1)
+
+    tx = jd.all_reduce(jd.exact())
+
+    def step(state, data):
+        value, gradient = jd.local_value_and_grad(f, micro_batches=2, weights=rows_of)(state["params"], data)
+        b, _ = tx.update(gradient["b"], tx.init(gradient["b"]), examples=rows_of(data))
+        return {"params": {"w": gradient["w"], "b": b}}, {"value": jax.lax.pmean(value, "data")}
+
+    def make_state():
+        return {"params": {**jd.zero.shard({"w": params()["w"]}, smallest=0), "b": params()["b"]}}
+
+    data = masked_batch([4, 1, 0, 3])
+    if engine == "simulate":
+        state, _ = jd.simulate(step, 2)(jd.init_state(make_state, 2), data)
+    else:
+        mesh = jd.make_mesh({"data": 2})
+        state, _ = jd.distribute(step, mesh)(jd.init_state(make_state, mesh), data)
+    wanted = jax.grad(lambda p: f_whole(p, data))(params())
+    found = state["params"]["w"].value[: wanted["w"].size].reshape(wanted["w"].shape)
+    assert_close((found, state["params"]["b"]), (wanted["w"], wanted["b"]), 1e-5)
+
+
+def f_whole(params, data):
+    errors = jnp.square(jnp.tanh(data["x"] @ params["w"]) - data["y"]).mean(1) + jnp.square(params["b"]).sum()
+    return jnp.sum(errors * data["mask"]) / data["mask"].sum()

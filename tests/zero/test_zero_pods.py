@@ -13,6 +13,7 @@ import optax
 import pytest
 from pods_register import BETWEEN, BOTH, CLIPPED, INSIDE, NESTEROV, PODS, RING, fresh, make_step, run, whole, zero
 from pods_register import batch as pod_batch
+from pods_register import loss as pod_loss
 from pods_register import params as pod_params
 from problems import TrainState, assert_close, batch, loss, params
 
@@ -60,6 +61,48 @@ def test_a_mesh_does_what_simulation_and_the_optimizer_do(between, inside, pods,
     assert moved > 5e-3
     if inner.off is not None and not (inner.cut and outer.whole):
         assert_close(whole(simulated.params), reference(between), inner.off if coded else max(outer.apart, inner.off))
+
+
+def weighted(tx, counts):
+    """A step of a pod with so many examples; without any its gradient is NaN."""
+    gathered = jd.zero.gathered(pod_loss, axis="chip")
+
+    def step(state, data):
+        count = jnp.asarray(counts)[jax.lax.axis_index("pod")]
+        _, gradient = jd.local_value_and_grad(gathered, axis=BOTH)(state.params, data)
+        gradient = jax.tree.map(lambda g: jnp.where(count > 0, g, jnp.nan), gradient)
+        updates, opt = tx.update(gradient, state.opt, state.params, examples=count)
+        return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+    return step
+
+
+@pytest.mark.parametrize("place", ["simulate", pytest.param("mesh", marks=pytest.mark.slow)])
+def test_examples_weigh_pods_that_share_a_model_of_shards(place, pods):
+    """Stage 3 inside of DiLoCo: chips have shards of a model, and their pods other numbers of examples."""
+    counts, found = [1.0, 3.0], []
+    for cut, inner in ((True, zero()()), (False, optax.chain(jd.all_reduce(jd.exact(), axis="chip"), CLIPPED))):
+        tx = BETWEEN["diloco"].make(inner)
+        state = fresh(tx, PODS if place == "simulate" else pods, cut=cut)
+        for number, present in enumerate((counts, [0.0, 2.0])):
+            make = weighted(tx, present)
+            engine = jd.simulate(make, PODS, axis=BOTH) if place == "simulate" else jd.distribute(make, pods, axis=BOTH)
+            state, _ = engine(state, pod_batch(number))
+        found.append(whole(state.params))
+    assert_close(*found, 1e-5)
+
+
+@pytest.mark.parametrize("keyword", ["examples", "active"])
+def test_chips_that_share_a_model_have_one_weight(keyword, pods):
+    tx = BETWEEN["diloco"].make(optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.sgd(0.1)))
+
+    def step(state, data):
+        _, gradient = jd.local_value_and_grad(pod_loss, axis=BOTH)(state.params, data)
+        updates, opt = tx.update(gradient, state.opt, state.params, **{keyword: jax.lax.axis_index("chip")})
+        return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+    with pytest.raises(ValueError, match=f"{keyword}= differs over the axis 'chip', whose workers share a model"):
+        jd.distribute(step, pods, axis=BOTH).lower(fresh(tx, pods), pod_batch(0))
 
 
 def half():

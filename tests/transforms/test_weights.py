@@ -1,0 +1,289 @@
+"""`examples=` and `active=` mean the same in every method of the register: a gradient of weight 0 is left out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from method_register import LINES, WORKERS
+from reference.weights import diloco_by_leaf, mean_by_leaf
+from register_run import PODS, State, gradients, linear_loss, params
+
+import jaxdist as jd
+from jaxdist.transforms.weights import weight_of_leaves, weight_of_worker
+
+STEPS = 3
+# Of these four workers and three steps; each method meets a worker that begins, pauses and ends without examples.
+COUNTS = np.array([[2, 0, 1, 3], [0, 1, 4, 0], [1, 1, 0, 0]], np.float32)
+
+
+def method(name):
+    line = LINES[name]
+    return line, optax.with_extra_args_support(line.make())
+
+
+def runner(name, keyword, engine):
+    """`step(state, (gradients, counts))`, and a first state."""
+    line, tx = method(name)
+    extra = {key: value for key, value in line.extra.items() if key != "examples"}
+
+    def step(state, batch):
+        data, count = batch
+        _, gradient = jd.local_value_and_grad(linear_loss, axis=line.axis)(state.params, data)
+        given = {"examples": count[0]} if keyword == "examples" else {"active": count[0] > 0}
+        updates, opt = tx.update(gradient, state.opt, state.params, **extra, **given)
+        return State(optax.apply_updates(state.params, updates), opt), {}
+
+    def make_state():
+        return State(jd.PerWorker(params()) if line.drifts else params(), tx.init(params()))
+
+    if engine == "simulate":
+        workers = line.workers if line.axis == "data" else dict.fromkeys(PODS, 2)
+        return jd.simulate(step, workers, axis=line.axis), jd.init_state(make_state, workers, axis=line.axis)
+    mesh = jd.make_mesh({"data": WORKERS} if line.axis == "data" else dict.fromkeys(PODS, 2))
+    run = jd.distribute(step, mesh, axis=line.axis, donate=False, check=engine)
+    return run, jd.init_state(make_state, mesh, axis=line.axis)
+
+
+def ran(run, state, left_out, steps=range(STEPS)):
+    """The last state; gradients of weight 0 are replaced by `left_out`."""
+    for step in steps:
+        data = gradients(step, WORKERS)
+        data = {
+            name: np.where(COUNTS[step].reshape(-1, *[1] * (x.ndim - 1)) > 0, x, np.float32(left_out))
+            for name, x in data.items()
+        }
+        state, _ = run(state, (data, COUNTS[step]))
+    return state
+
+
+def values(tree):
+    leaves = jax.tree.leaves(tree)
+    return [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in leaves]
+
+
+def check_left_out(name, keyword, engine):
+    run, start = runner(name, keyword, engine)
+    try:
+        jax.eval_shape(run, start, (gradients(0, WORKERS), COUNTS[0]))
+    except ValueError as refusal:
+        # Refused by name, before anything was sent.
+        if f"{keyword}=" not in str(refusal):
+            raise
+        return False
+    expected = values(ran(run, start, 0.0))
+    found = values(ran(run, start, np.nan))
+    assert all(np.isfinite(x).all() for x in found if x.dtype.kind == "f")
+    for x, y in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(x, y)
+    return True
+
+
+# Majority votes and one-bit codes have no weights; all others leave workers out.
+@pytest.mark.sampled(50)
+@pytest.mark.parametrize("keyword", ["examples", "active"])
+@pytest.mark.parametrize("name", LINES)
+def test_a_gradient_of_weight_zero_is_left_out(name, keyword):
+    check_left_out(name, keyword, "simulate")
+
+
+@pytest.mark.sampled(150)
+@pytest.mark.parametrize("keyword", ["examples", "active"])
+@pytest.mark.parametrize("engine", ["types", "values"])
+@pytest.mark.parametrize("name", LINES)
+def test_a_gradient_of_weight_zero_is_left_out_on_a_mesh(name, engine, keyword):
+    check_left_out(name, keyword, engine)
+
+
+# Methods in which a worker takes steps of its own, and whose models nothing else moves within three steps.
+OWN_STEPS = ["local_sgd", "diloco of examples", "noloco", "palsgd", "sparse_loco", "muloco", "d_psgd", "slowmo"]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", OWN_STEPS)
+def test_an_inactive_worker_keeps_its_optimizer(name):
+    line, tx = method(name)
+    extra = {key: value for key, value in line.extra.items() if key != "examples"}
+
+    def worker(gradient, active):
+        state = tx.init(params())
+        return state, tx.update(gradient, state, params(), active=active, **extra)
+
+    given = gradients(0, WORKERS)
+    before, (_, after) = jax.jit(jax.vmap(worker, axis_name="data"))(given, jnp.array([True, False, True, True]))
+
+    def inner(state):
+        node = next(x for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "inner")) if hasattr(x, "inner"))
+        return values(node.inner)
+
+    changed = [
+        (np.asarray(x)[worker] != np.asarray(y)[worker]).any()
+        for worker in (0, 1)
+        for x, y in zip(inner(before), inner(after), strict=True)
+        if x.size
+    ]
+    half = len(changed) // 2
+    assert any(changed[:half])
+    assert not any(changed[half:])
+
+
+# ---- a tree of numbers
+
+
+USED = np.array([[[1, 0, 2], [3, 0, 0]], [[0, 0, 1], [1, 0, 5]]], np.float32)  # [steps, W, leaves b, s, w]
+
+
+@pytest.mark.parametrize("reducer", [jd.exact(), jd.compressed(jd.compressors.identity())])
+def test_numbers_of_leaves_weigh_each_leaf_by_itself(reducer):
+    data = gradients(0, 2)
+    tx = jd.all_reduce(reducer)
+
+    def worker(gradient, counts):
+        return tx.update(gradient, tx.init(gradient), examples=dict(zip("bsw", counts, strict=True)))[0]
+
+    poisoned = {n: np.where(USED[0, :, i].reshape(-1, *[1] * (x.ndim - 1)) > 0, x, np.nan) for i, (n, x) in pairs(data)}
+    found = jax.jit(jax.vmap(worker, axis_name="data"))(poisoned, jnp.asarray(USED[0]))
+    for i, (name, x) in pairs(data):
+        expected = mean_by_leaf(x, USED[0, :, i])
+        np.testing.assert_allclose(found[name][0], expected, rtol=1e-6)
+        np.testing.assert_array_equal(found[name][0], found[name][1])
+
+
+def pairs(tree):
+    return enumerate(sorted(tree.items()))
+
+
+def test_a_prefix_weighs_subtrees_and_an_unused_residual_waits():
+    tx = jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.5))))
+    first, second = ({"expert": {"w": jnp.array([[4.0, 1.0]] * 2)}, "body": jnp.array([[2.0, 1.0]] * 2)},) * 2
+
+    def worker(first, second):
+        _, state = tx.update(first, tx.init(first), examples={"expert": 1, "body": 1})
+        mean, after = tx.update(second, state, examples={"expert": 0, "body": 1})
+        return mean, state.reducer.residual.value, after.reducer.residual.value
+
+    mean, before, after = jax.jit(jax.vmap(worker, axis_name="data"))(first, second)
+    assert mean["expert"]["w"][0].tolist() == [0, 0]
+    np.testing.assert_array_equal(before["expert"]["w"], after["expert"]["w"])
+    assert mean["body"][0].tolist() != [0, 0]
+
+
+@pytest.mark.parametrize("engine", ["simulate", pytest.param("types", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jd.zero_redundancy(optax.adam(0.1)),
+        lambda: optax.chain(jd.all_reduce(jd.exact(), delay=1), optax.adam(0.1)),
+        lambda: jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), optax.adam(0.1))),
+        lambda: optax.chain(jd.transforms.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact())),
+    ],
+    ids=["zero_redundancy", "late", "skip_nonfinite", "per_worker"],
+)
+def test_leaves_that_nobody_used_do_not_move(make, engine):
+    tx = make()
+
+    def step(state, batch):
+        data, counts = batch
+        _, gradient = jd.local_value_and_grad(linear_loss)(state.params, data)
+        examples = {"b": counts[0, 0], "s": counts[0, 1], "w": counts[0, 2]}
+        updates, opt = tx.update(gradient, state.opt, state.params, examples=examples)
+        return State(optax.apply_updates(state.params, updates), opt), {}
+
+    def make_state():
+        return State(params(), tx.init(params()))
+
+    if engine == "simulate":
+        run, state = jd.simulate(step, 2), jd.init_state(make_state, 2)
+    else:
+        mesh = jd.make_mesh({"data": 2})
+        run, state = jd.distribute(step, mesh), jd.init_state(make_state, mesh)
+    for number in range(2):
+        data = gradients(number, 2)
+        data["s"] = np.full_like(data["s"], np.nan)
+        state, _ = run(state, (data, USED[number]))
+    assert float(state.params["s"]) == 0
+    assert all(np.isfinite(x).all() for x in values(state) if x.dtype.kind == "f")
+    assert np.abs(state.params["b"]).max() > 0
+
+
+@pytest.mark.parametrize("fragments", [None])
+def test_diloco_averages_each_leaf_over_the_workers_that_used_it(fragments):
+    rng = np.random.default_rng(0)
+    drawn = {name: rng.normal(size=(4, 2, 3)).astype(np.float32) for name in "ab"}
+    used = rng.integers(0, 3, size=(4, 2, 2)).astype(np.float32)
+    used[2:, :, 1] = 0  # in the second round nobody uses b
+    tx = jd.local_steps(optax.sgd(0.2), optax.sgd(0.7, momentum=0.9, nesterov=True), sync_period=2, fragments=fragments)
+
+    def worker(drawn, used):
+        def step(state, inputs):
+            x, opt = state
+            target, counts = inputs
+            gradient = {n: jnp.where(counts[i] > 0, x[n] - target[n], jnp.nan) for i, n in enumerate("ab")}
+            updates, opt = tx.update(gradient, opt, x, examples={"a": counts[0], "b": counts[1]})
+            x = optax.apply_updates(x, updates)
+            return (x, opt), jd.local_sgd.global_params(opt)
+
+        x = {name: jnp.zeros(3) for name in "ab"}
+        return jax.lax.scan(step, (x, tx.init(x)), (drawn, used))[1]
+
+    found = jax.jit(jax.vmap(worker, in_axes=1, out_axes=1, axis_name="data"))(drawn, jnp.asarray(used))
+    for i, name in enumerate("ab"):
+        expected = diloco_by_leaf(drawn[name], used[..., i], rate=0.2, period=2, outer_rate=0.7, momentum=0.9)
+        np.testing.assert_allclose(found[name][:, 0], expected, atol=1e-6)
+    assert np.array_equal(found["b"][3], found["b"][1])
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("examples", "error", "message"),
+    [
+        (-1, ValueError, "at least 0, got -1"),
+        (float("nan"), ValueError, "finite"),
+        (np.float32("inf"), ValueError, "finite"),
+        (np.ones(4), ValueError, r"one number, that of this worker, got shape \(4,\)"),
+        ("many", TypeError, "many"),
+        (jnp.ones((), jnp.complex64), TypeError, "complex64"),
+        ({"a": 1}, ValueError, "no prefix"),
+        ({"a": 1, "b": None}, ValueError, "no number for some leaves|no prefix"),
+        ([1, 2], ValueError, "no prefix"),
+        ({"a": 1, "b": -2}, ValueError, "got -2"),
+    ],
+)
+def test_mistakes_are_named(examples, error, message):
+    with pytest.raises(error, match=message):
+        weight_of_leaves(examples, None, {"a": jnp.zeros(2), "b": jnp.zeros(())})
+
+
+def test_one_number_or_one_boolean():
+    with pytest.raises(ValueError, match="accumulate takes one number as examples=, got a tree"):
+        weight_of_worker({"a": 1}, None, name="accumulate")
+    with pytest.raises(ValueError, match="active must be one boolean"):
+        weight_of_worker(None, jnp.ones(2, bool), name="accumulate")
+    assert weight_of_worker(None, None, name="accumulate") is None
+    assert float(weight_of_worker(jnp.nan * jnp.ones(()), False, name="accumulate")) == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jd.all_reduce(jd.two_shot(jd.compressors.int8())),
+        lambda: jd.all_reduce(jd.reducers.bucketed(jd.error_feedback(jd.compressed(jd.top_k(0.5))))),
+        lambda: jd.zero_redundancy(optax.sgd(0.1), reducer=jd.error_feedback(jd.two_shot(jd.compressors.int8()))),
+        lambda: jd.all_reduce(jd.reducers.median()),
+    ],
+    ids=["server", "bucketed", "zero_redundancy", "median"],
+)
+def test_reducers_that_cannot_weigh_single_leaves_refuse_a_tree(make):
+    tx = make()
+
+    def step(state, batch):
+        _, gradient = jd.local_value_and_grad(linear_loss)(state.params, batch)
+        examples = {"b": 1, "s": 1, "w": 0}
+        updates, opt = tx.update(gradient, state.opt, state.params, examples=examples)
+        return State(optax.apply_updates(state.params, updates), opt), {}
+
+    run, state = jd.simulate(step, 2), jd.init_state(lambda: State(params(), tx.init(params())), 2)
+    with pytest.raises(ValueError, match=r"single leaves|takes one number as examples="):
+        jax.eval_shape(run, state, gradients(0, 2))
