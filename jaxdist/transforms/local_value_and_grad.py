@@ -225,8 +225,8 @@ def _sum_parts(
     """Adds up `evaluate_part(number, share, part)` in a loop; returns the sum, in float32, and the shapes of a term."""
 
     def add_part(total, numbered):
-        number, part = numbered
-        value, gradients = evaluate_part(number, part)
+        number, _, _ = numbered
+        value, gradients = evaluate_part(*numbered)
         # The next value of a statistic is the largest of those of all parts, of which the first has none before it.
         gradients = jax.tree_util.tree_map_with_path(
             lambda path, t, x: (
