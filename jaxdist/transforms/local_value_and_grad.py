@@ -123,7 +123,7 @@ def _value_and_grad(
         out = loss(*args)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(f"with has_aux=True the loss must return (value, aux), got {type(out).__name__}")
-        value = out[0] if has_aux else out
+        value: Any = out[0] if has_aux else out
         # In float32: S times the loss would overflow float16.
         scaled = value if scale is None else value.astype(working_dtype(value.dtype)) * scale
         # A loss that is a mean over workers is the loss of each of them, not one loss of all.
