@@ -12,7 +12,7 @@ import jaxdist as jd
 # Enough entries for reductions that lose NaN in long arrays, as a matrix that low rank compresses.
 SHAPE = (100, 50)
 # An entry that `random_k` does not draw.
-WORKERS, PLACE = 4, 4320
+WORKERS, PLACE = 4, 4322
 VALUES = (np.nan, np.inf, -np.inf)
 jc, jr = jd.compressors, jd.reducers
 

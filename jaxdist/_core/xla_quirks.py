@@ -113,6 +113,7 @@ def _largest_of_rows(x: Int[Array, "rows width"]) -> Int[Array, " rows"]:
     rests = []
     while x.shape[1] > STEP:
         whole = x.shape[1] // STEP * STEP
+        # The entries behind the last step of a row of another length.
         if whole < x.shape[1]:
             rests.append(jnp.max(x[:, whole:], axis=1))
         # The barrier keeps XLA from merging all steps into one reduction.

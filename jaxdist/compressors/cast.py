@@ -10,7 +10,7 @@ from jaxtyping import DTypeLike
 from .._core.descriptions import with_description
 from .._core.dtypes import saturate, working_dtype
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
-from .._core.xla_quirks import largest_entry
+from .._core.xla_quirks import largest_magnitude
 from .base import Compressor
 from .blocks import normal_scales
 from .packing import from_words, pack, to_words, unpack
@@ -131,7 +131,9 @@ def _cast8(dtype: jnp.dtype) -> Compressor:
     def compress(x: Array, key: PRNGKeyArray) -> tuple[UInt[Array, "..."], Float[Array, ""]]:
         del key
         wide = x.astype(jnp.float32)
-        scale = normal_scales(largest_entry(jnp.abs(wide), initial=0.0), largest)
+        # No entry has the scale of zeros.
+        top = largest_magnitude(wide.reshape(1, -1))[0, 0] if x.size else jnp.zeros((), jnp.float32)
+        scale = normal_scales(top, largest)
         return to_words(jnp.clip(wide / scale, -largest, largest).astype(dtype)), scale
 
     def decompress(payload: tuple[Array, Array], like: Like) -> Array:

@@ -260,7 +260,7 @@ def fetch(leaf: Any, axis: AxisNames) -> Array:
     if isinstance(leaf, OnHost):
         return fetch(jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), leaf.value), axis)
     if isinstance(leaf, Sharded):
-        rows = _gather_for_mean(leaf.value, leaf.axis or axis)
+        rows: Any = _gather_for_mean(leaf.value, leaf.axis or axis)
         return rows.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
     if is_mark(leaf):
         raise ValueError("a PerWorker kernel is whole already: pass its value")
