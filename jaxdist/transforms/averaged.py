@@ -65,15 +65,16 @@ def average_function(f: Callable[..., Any], axis: AxisNames, name: str) -> Calla
     # The wrapped function's signature is kept: line searches pass on the arguments that it names.
     @functools.wraps(f)
     def evaluate_mean(params, *args, **kwargs):
-        def call(params):
-            return _call(lambda p: f(p, *args, **kwargs), params, axis, name)
-
-        # One equation, by this name, of the trace and of its derivatives: `zero_redundancy` evaluates it as a whole.
-        call.__name__ = call.__qualname__ = WHOLE
-        return jax.jit(call)(params)
+        return _as_whole(lambda p: _call(lambda q: f(q, *args, **kwargs), p, axis, name))(params)
 
     evaluate_mean.__dict__["is_averaged"] = True
     return evaluate_mean
+
+
+def _as_whole(f: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+    """The function as one equation of a trace and of its derivatives, which `zero_redundancy` evaluates as a whole."""
+    f.__name__ = f.__qualname__ = WHOLE
+    return jax.jit(f)
 
 
 def average_arguments(extra_args: dict[str, Any], axis: AxisNames) -> dict[str, Any]:

@@ -72,6 +72,10 @@ EXTRAS = {
     "reduce_on_plateau": ("value",),
     "sophia": ("obj_fn",),
 }
+# What local steps cannot have outside, where there is no loss, or inside.
+NO_LOSS = {*EXTRAS} - {"momo", "momo_adam"}
+# Inside local steps each worker draws its own noise (tests/state/test_worker_keys.py), so none takes the plain steps.
+NOISY = {"add_noise", "noisy_sgd"}
 
 
 def _register() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from optax_register import APART, ARGUMENTS, EXTRAS, KEY, REGISTER, make
+from optax_register import APART, ARGUMENTS, EXTRAS, KEY, NO_LOSS, NOISY, REGISTER, make
 
 import jaxdist as jd
 
@@ -21,10 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarni
 WORKERS, STEPS = 2, 4
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (5, 3)), "b": jnp.array([1.0, 0.5, -0.3, 2.0])}
 
-# What local steps cannot have outside, where there is no loss, or inside.
-NO_LOSS = {*EXTRAS} - {"momo", "momo_adam"}
-# Inside local steps each worker draws its own noise (tests/state/test_worker_keys.py), so none takes the plain steps.
-NOISY = {"add_noise", "noisy_sgd"}
 QUICK = ["sm3", "partition", "flatten", "prodigy", "adafactor"]
 
 
