@@ -360,8 +360,9 @@ def _send_flat(collective: Callable[..., Array], axes: Axes, x: Array, *args: An
     # Flattening would gather the mesh axes that the compiler shards.
     if not _is_padded_on_tpu(x) or mesh_axes_left_over():
         return collective(axes, x, *args, **options)
-    sent = collective(axes, x.ravel(), *args, **options)
-    return sent.reshape(*sent.shape[:-1], *x.shape)
+    # XLA would move the change of shape behind the collective.
+    sent = collective(axes, lax.optimization_barrier(x.ravel()), *args, **options)
+    return lax.optimization_barrier(sent).reshape(*sent.shape[:-1], *x.shape)
 
 
 def _tile_multiple(tiles: int, chips: int) -> int:

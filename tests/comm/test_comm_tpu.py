@@ -98,7 +98,7 @@ def test_a_gather_stays_a_gather(dtype, topology):
         step = 1024 if op.bytes // jnp.dtype(dtype).itemsize >= 1024 else 128
         assert op.bytes <= -(-entries // step) * step * jnp.dtype(dtype).itemsize
         if entries >= 3000:
-            assert op.padded_bytes == op.bytes
+            assert op.padded_bytes <= 1.03 * op.bytes
 
 
 @pytest.mark.slow
