@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.compat import assume_replicated, cast_varying, mesh_axes_being_mapped, types_are_checked, varying_axes
+from .._core.compat import (
+    assume_replicated,
+    cast_varying,
+    mesh_axes_being_mapped,
+    mesh_axes_left_over,
+    types_are_checked,
+    varying_axes,
+)
 from .._core.types import Array, AxisNames
 from .._core.xla_quirks import add_rows, from_ordered_bits, ordered_bits
 from ..state.marks import axis_tuple
@@ -182,10 +189,10 @@ def _gather_words(axes: Axes, x: Array, **typed: Any) -> Array:
     gather = partial(lax.all_gather, axis_name=axes, **typed)
 
     def gather_tiles(words):
-        return gather(jnp.pad(words, (0, -words.size % _tile(words))))[:, : words.size]
+        return gather(jnp.pad(words, (0, _gather_padding(words))))[:, : words.size]
 
     def send(words):
-        whole_tiles = words.ndim != 1 or words.size < _tile(words) or words.size % _tile(words) == 0
+        whole_tiles = words.ndim != 1 or not _gather_padding(words)
         plain = gather if whole_tiles else lambda words: lax.platform_dependent(words, tpu=gather_tiles, default=gather)
         if _size(axes) == 2 and is_compressed(x) and is_long(words):
             agreed = typed.get("to") == "invarying"
@@ -216,7 +223,15 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
     def scatter(x):
         return lax.psum_scatter(x * jnp.asarray(1 / size, x.dtype), axes, scatter_dimension=0)
 
+    def exchange_tiles(x):
+        # XLA:TPU makes an all-reduce of a reduce-scatter of float16. In whole tiles, since the rows of `[W, n]` are
+        # interleaved in its words, and taking them apart is unrolled.
+        rows = jnp.pad(x.reshape(size, -1), ((0, 0), (0, -x[0].size % _tile(x)))).reshape(size, -1, 128)
+        return _local_mean(_mesh_all_to_all(axes, rows)).ravel()[: x[0].size].reshape(x.shape[1:])
+
     def scatter_tiles(x):
+        if x.dtype == jnp.float16:
+            return exchange_tiles(x)
         sizes = [lax.axis_size(name) for name in axes]
         unit = _tile(x) * _tile_multiple(-(-x[0].size // _tile(x)), max(sizes))
         rows = jnp.pad(x.reshape(size, -1) * jnp.asarray(1 / size, x.dtype), ((0, 0), (0, -x[0].size % unit)))
@@ -380,6 +395,42 @@ def _tile(x: Array) -> int:
     return 1024 * max(1, 4 // x.dtype.itemsize)
 
 
+def _gather_padding(x: Array) -> int:
+    """The number of entries to add to a vector for its gather on TPU, so that it stays one.
+
+    XLA:TPU turns it into an all-reduce of the whole result unless a device sends a multiple of 128 entries. Of narrow
+    ones it fills a buffer of whole tiles with a multiple of 1024, and pads all others to four bytes an entry.
+    """
+    return -x.size % (1024 if x.dtype.itemsize < 4 and x.size >= 1024 else 128)
+
+
+def _is_padded_on_tpu(x: Array) -> bool:
+    """Whether the buffer of an array of narrow entries is more than an eighth longer on TPU than its entries.
+
+    Its two last dimensions are cut into tiles of 1 to 8 words times 128, in the order that needs fewer: of a row
+    `[1, n]` of bytes three quarters are empty, and of a kernel `[3, 3, 64, 64]` one half.
+    """
+    if x.ndim < 2 or x.dtype.itemsize >= 4 or x.size < 1024:
+        return False
+
+    def fill(rows: int, width: int) -> int:
+        height = min(8, max(4 // x.dtype.itemsize, 2 ** (rows - 1).bit_length()))
+        return -(-rows // height) * height * -(-width // 128) * 128
+
+    *rest, rows, width = x.shape
+    return math.prod(rest) * min(fill(rows, width), fill(width, rows)) > 1.125 * x.size
+
+
+def _send_flat(collective: Callable[..., Array], axes: Axes, x: Array, *args: Any, **options: Any) -> Array:
+    """A collective of entries, of a vector where the array would be padded on TPU."""
+    # Flattening would gather the mesh axes that the compiler shards.
+    if not _is_padded_on_tpu(x) or mesh_axes_left_over():
+        return collective(axes, x, *args, **options)
+    # XLA would move the change of shape behind the collective.
+    sent = collective(axes, lax.optimization_barrier(x.ravel()), *args, **options)
+    return lax.optimization_barrier(sent).reshape(*sent.shape[:-1], *x.shape)
+
+
 def _tile_multiple(tiles: int, chips: int) -> int:
     """The multiple to which to pad the number of tiles of a reduce-scatter on TPU, so that it stays one.
 
@@ -422,6 +473,7 @@ _ON_MESH = {
     "ppermute": _mesh_permute,
     "varying": _mark_varying,
 }
+_ON_MESH |= {name: partial(_send_flat, _ON_MESH[name]) for name in ("sum", "mean", "all_gather", "ppermute")}
 _UNDER_VMAP = {
     "sum": _vmap_sum,
     "max": _max,

@@ -218,9 +218,11 @@ class _Bracket(NamedTuple):
 def largest_by_sorting(x: Float[Array, "*rows width"], count: int) -> Int[Array, " kept"]:
     """Ascending positions, in the flat array, of the `count` largest magnitudes of each row, by `lax.top_k`."""
     # In float32: the CPU's top_k is ten times slower for any other dtype.
-    rows = math.prod(x.shape[:-1])
-    _, places = lax.top_k(jnp.abs(x.astype(jnp.float32)).reshape(rows, x.shape[-1]), count)
+    _, places = lax.top_k(jnp.abs(x.astype(jnp.float32)), count)
     places = lax.sort(places, is_stable=False)
+    if x.ndim == 1:
+        return places
+    places = places.reshape(math.prod(x.shape[:-1]), count)
     return (places + lax.broadcasted_iota(jnp.int32, places.shape, 0) * x.shape[-1]).reshape(-1)
 
 
@@ -242,9 +244,16 @@ def largest_by_threshold(x: Float[Array, "*rows width"], count: int) -> Int[Arra
     width = x.shape[-1]
     if count == width:
         return lax.iota(jnp.int32, x.size)
-    if x.size <= SMALL:
-        return largest_by_sorting(x, count)
-    if width >= 4 * count:
+    search = partial(_largest_by_search, count=count)
+    if x.size > SMALL:
+        return search(x)
+    # XLA:TPU makes a larger program of a sort, which takes longer to compile.
+    sort = partial(largest_by_sorting, count=count)
+    return lax.platform_dependent(x, tpu=search, default=sort) if x.ndim == 1 else sort(x)
+
+
+def _largest_by_search(x: Float[Array, "*rows width"], count: int) -> Int[Array, " kept"]:
+    if x.size > SMALL and x.shape[-1] >= 4 * count:
         return _largest_of_candidates(x, count, 2 * count)
     return _find_candidates(x, count, count)
 
@@ -320,7 +329,7 @@ def _above(x: Float[Array, "*rows width"], threshold: Int[Array, "*rows"]) -> UI
 def _first_bracket(x: Float[Array, "*rows width"], target: int) -> _Bracket:
     """The whole range, with a guess from a sample of the array, one entry drawn from each stretch."""
     width = x.shape[-1]
-    size = min(max(SMALL // 2, x.size // 256), LARGEST_SAMPLE)
+    size = min(max(SMALL // 2, x.size // 256), LARGEST_SAMPLE, x.size)
     stride = x.size // size
     drawn = lax.iota(jnp.uint32, size)
     drawn = (drawn * stride + mix(drawn) % jnp.uint32(stride)).astype(jnp.int32)

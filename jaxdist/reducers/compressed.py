@@ -17,7 +17,7 @@ from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
 from ..compressors.base import Codec, Compressor, check_compressor
 from ..compressors.codecs import decode_all, encode_all
-from ..wire.flat import decode_mean, group_by_shape, stack_by_shape, step_key, unstack
+from ..wire.flat import decode_mean, group_by_shape, map_stack, stack_by_shape, step_key, unstack
 from .base import (
     DrawState,
     Extras,
@@ -94,7 +94,7 @@ def _messages(
     # Leaves of one shape are compressed by one program, each with the key of its position in the tree.
     groups, stacks = stack_by_shape(leaves)
     keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
-    payloads = [jax.vmap(compressor.compress)(stack, key) for stack, key in zip(stacks, keys)]
+    payloads = [map_stack(compressor.compress, stack, key) for stack, key in zip(stacks, keys)]
     arrays, payload_tree = jax.tree.flatten(payloads)
     # own = D(C(x_w))
     owns = [_decode(compressor, payload, stack) for payload, stack in zip(payloads, stacks)]
@@ -167,12 +167,12 @@ def _unstack_payloads(
 
 def _decode(compressor: Compressor, payloads: Payload, stack: Array, *, dtype: DTypeLike | None = None) -> Array:
     like = jax.ShapeDtypeStruct(stack.shape[1:], dtype or stack.dtype)
-    return jax.vmap(lambda payload: compressor.decompress(payload, like))(payloads)
+    return map_stack(lambda payload: compressor.decompress(payload, like), payloads)
 
 
 def _mean_of_decoded(compressor: Compressor, payloads: Payload, stack: Array) -> Array:
     """The mean over payloads `[W, k, ...]` of `k` leaves, summed in float32 or better."""
     wide = working_dtype(stack.dtype)
-    add = None if compressor.add is None else jax.vmap(compressor.add)
+    add = None if compressor.add is None else partial(map_stack, compressor.add)
     mean = decode_mean(lambda payload: _decode(compressor, payload, stack, dtype=wide), payloads, add=add)
     return narrow(mean, stack.dtype)

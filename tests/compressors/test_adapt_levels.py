@@ -11,6 +11,7 @@ from reference import levels as reference
 from scipy.stats import truncnorm
 
 from jaxdist import compressors as jc
+from jaxdist.compressors import adapt_levels
 from jaxdist.compressors.adapt_levels import (
     POINTS,
     SCALES,
@@ -32,6 +33,7 @@ from jaxdist.compressors.adapt_levels import (
     rounding_loss,
 )
 from jaxdist.compressors.levels import powers
+from jaxdist.compressors.rounding import normalize_buckets, to_buckets
 
 
 def from_primitives(*primitives):
@@ -303,3 +305,18 @@ def test_what_adapting_is_for():
     assert exact("l2") < 1.005 * blocks < 0.7 * error(powers(8, p)) < 0.1 * powers_of_half
     assert blocks < 0.5 * paper
     assert exact("max") < 0.7 * min(exact("l2"), uniform)
+
+
+@pytest.mark.parametrize("magnitudes", [False, True])
+def test_the_histogram_of_tpus_is_that_of_the_others(magnitudes):
+    """By comparison with all points, where a scatter looks for the two of an entry."""
+    x = np.random.default_rng(0).standard_t(3, 700).astype(np.float32)
+    ratios, _ = normalize_buckets(jnp.asarray(x), 512, "max")
+    ratios, points = jnp.abs(ratios) if magnitudes else ratios, grid(512, magnitudes=magnitudes)
+    real = to_buckets(jnp.ones(x.shape), 512)
+    lowest = 0.0 if magnitudes else -1.0
+    scattered = adapt_levels._count_by_scatter(ratios, real, points, stretch=adapt_levels._stretch(512), lowest=lowest)
+    compared = adapt_levels._count_by_comparison(ratios, real, points)
+    assert compared.shape == (2, POINTS)
+    np.testing.assert_allclose(compared, scattered, atol=1e-5)
+    np.testing.assert_allclose(compared.sum(1), [512, 188], rtol=1e-6)

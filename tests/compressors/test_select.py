@@ -53,6 +53,16 @@ def test_threshold_finds_the_largest_ties_to_the_lower_index(count):
         np.testing.assert_array_equal(where, largest(row, count), err_msg=name)
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("size", [1000, 2, 33, 5242])
+def test_the_search_that_tpus_do_of_short_vectors_finds_the_same(size):
+    rows = data(size + 701)
+    cut = np.stack([row[:size] for row in rows.values()])
+    found = jax.jit(jax.vmap(lambda x: indices._largest_by_search(x, size // 2)))(cut)
+    for name, row, where in zip(rows, cut, found, strict=True):
+        np.testing.assert_array_equal(where, largest(row, size // 2), err_msg=name)
+
+
 def unlike_rows(rows, width, seed=1):
     """Rows of different scales, the first of them with ties, zeros and entries that are not finite."""
     rng = np.random.default_rng(seed)
