@@ -227,7 +227,7 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
         # XLA:TPU makes an all-reduce of a reduce-scatter of float16. In whole tiles, since the rows of `[W, n]` are
         # interleaved in its words, and taking them apart is unrolled.
         rows = jnp.pad(x.reshape(size, -1), ((0, 0), (0, -x[0].size % _tile(x)))).reshape(size, -1, 128)
-        return _local_mean(_mesh_all_to_all(axes, rows)).ravel()[: x[0].size].reshape(x.shape[1:])
+        return _local_sum(_mesh_all_to_all(axes, rows), mean=True).ravel()[: x[0].size].reshape(x.shape[1:])
 
     def scatter_tiles(x):
         if x.dtype == jnp.float16:
