@@ -278,8 +278,10 @@ def test_another_format_of_the_store_is_refused(monkeypatch):
     store, tx = islands.memory(), method()
     train(store, tx, "a", 1)
     names = store.list("")
-    monkeypatch.setattr(protocol, "FORMAT", 2)
-    mismatch = pytest.raises(islands.RunMismatchError, match="other format: 1, and this island 2")
+    monkeypatch.setattr(protocol, "FORMAT", protocol.FORMAT + 1)
+    mismatch = pytest.raises(
+        islands.RunMismatchError, match=rf"other format: {protocol.FORMAT}, and this island {protocol.FORMAT + 1}"
+    )
     with mismatch, islands.join(store, tx, name="b") as island:
         island.enter(begin(tx))
     assert store.list("") == names
