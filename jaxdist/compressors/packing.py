@@ -130,11 +130,11 @@ def unpack_on_host(words: np.ndarray, bits: int, size: int) -> np.ndarray:
 
 def _join_on_host(codes: np.ndarray, width: int) -> np.ndarray:
     planes = codes.astype(np.uint8).reshape(*codes.shape[:-1], 8 // width, codes.shape[-1] * width // 8)
-    return np.bitwise_or.reduce(planes << np.arange(0, 8, width, np.uint8)[:, None], axis=-2)
+    return np.bitwise_or.reduce(planes << np.arange(0, 8, width, dtype=np.uint8)[:, None], axis=-2)
 
 
 def _split_on_host(words: np.ndarray, width: int) -> np.ndarray:
-    planes = words[..., None, :] >> np.arange(0, 8, width, np.uint8)[:, None] & np.uint8(2**width - 1)
+    planes = words[..., None, :] >> np.arange(0, 8, width, dtype=np.uint8)[:, None] & np.uint8(2**width - 1)
     return planes.reshape(*words.shape[:-1], words.shape[-1] * 8 // width)
 
 
