@@ -59,7 +59,7 @@ def widen_like(like: Like) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
 
 
-def saturate(x: Array, dtype: DTypeLike, finite: Array) -> Array:
+def saturate(x: Array, dtype: DTypeLike, finite: Array | bool) -> Array:
     """Casts to `dtype`; where x comes from `finite` numbers, at most to its largest number, never to infinity."""
     largest = min(float(jnp.finfo(dtype).max), float(jnp.finfo(x.dtype).max))
     limits = jnp.where(finite, largest, jnp.inf).astype(x.dtype)

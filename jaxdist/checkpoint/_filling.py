@@ -15,7 +15,7 @@ from .._core.types import Array, Like, Shape, State
 from ..state.marks import PerWorker, Sharded, cutting
 from ..state.placement import copy_to_workers, refit
 from ._files import ARRAYS, MANIFEST
-from ._manifest import Leaf, Manifest, name_leaves, orbax, path_of
+from ._manifest import PACKING, Leaf, Manifest, name_leaves, orbax, packed_leaves, path_of
 from .errors import CheckpointDamagedError
 
 # Leaves to convert pass through host memory, about this many bytes at a time (a leaf is never split): the leaves of
@@ -36,6 +36,8 @@ def fill(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]) 
     """Reads a checkpoint into the shardings of `like`. Leaves that do not fit must be in `changed`, and stay new."""
     stored, wanted = manifest.leaves, name_leaves(like)
     unfit = {name: why for name in wanted if (why := _why_unfit(name, stored.get(name), wanted[name], folder))}
+    if manifest.packing != PACKING:
+        unfit |= {name: _other_packing(name, folder) for name in packed_leaves(like) if name not in unfit}
     other = f"{folder} is a checkpoint of another state"
     unfit |= {name: f"{other}: it also has `{name}`" for name in stored if name not in wanted}
     _check_changed(unfit, wanted, changed)
@@ -116,6 +118,13 @@ def _why_unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], f
             "of workers does not explain the difference"
         )
     return ""
+
+
+def _other_packing(name: str, folder: Path) -> str:
+    return (
+        f"leaf `{name}` of {folder} has packed codes in the order of another version of jaxdist: read it with that "
+        "version and save what it decodes to, or let the leaf be new, with changed= of resume"
+    )
 
 
 def _portions(names: Sequence[str], stored: Mapping[str, Leaf]) -> Iterator[list[str]]:

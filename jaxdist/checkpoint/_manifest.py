@@ -15,9 +15,12 @@ import numpy as np
 
 from .._core.types import Array, Like, Shape, State
 from ..state.marks import MARKS, OnHost, PerWorker, Sharded, axis_tuple, cutting, is_mark, with_value
+from ..transforms.quantized_state import is_coded
 from .errors import CheckpointDamagedError
 
 FORMAT = 1
+# Of the words of `compressors.pack`: 2 has them in planes. Only leaves that hold such words depend on it.
+PACKING = 2
 _KINDS = {kind.__name__: kind for kind in MARKS}
 
 
@@ -46,11 +49,12 @@ class Leaf(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """The contents of `manifest.json`: steps done, the caller's data, and all leaves, empty ones too."""
+    """The contents of `manifest.json`: steps done, the caller's data, all leaves, empty ones too, and their packing."""
 
     step: int
     data: Any
     leaves: dict[str, Leaf]
+    packing: int
 
 
 def name_leaves(state: State) -> dict[str, tuple[tuple[Any, ...], Like]]:
@@ -72,6 +76,29 @@ def name_leaves(state: State) -> dict[str, tuple[tuple[Any, ...], Like]]:
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise ValueError(f"two leaves have the name `{twice}`: rename the dict key that contains a dot")
     return leaves
+
+
+def packed_leaves(state: State) -> list[str]:
+    """Returns the names of leaves with packed codes: fewer bytes than entries, and neither scales nor exponents."""
+    found: list[str] = []
+
+    def walk(path: tuple[Any, ...], entries: int, tree: Any) -> None:
+        for more, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_mark(x) or is_coded(x)):
+            name = jax.tree_util.keystr((*path, *more), simple=True, separator=".")
+            if is_mark(node):
+                walk((*path, *more), entries, node.value)
+            elif is_coded(node):
+                walk((*path, *more, jax.tree_util.GetAttrKey("payload")), math.prod(node.shape), node.payload)
+            elif entries and _holds_codes(name, node, entries):
+                found.append(name)
+
+    walk((), 0, state)
+    return found
+
+
+def _holds_codes(name: str, leaf: Like, entries: int) -> bool:
+    has_fewer = leaf.dtype == jnp.uint8 and len(leaf.shape) > 0 and leaf.shape[-1] < entries
+    return has_fewer and not name.endswith((".scales", ".exponents"))
 
 
 def _as_array(name: str, leaf: Any) -> Array:
@@ -96,7 +123,14 @@ def dump(state: dict[str, tuple[tuple[Any, ...], Like]], step: int, data: Any) -
     }
     # For readers of an old checkpoint; no version is refused.
     versions = {package: version(package) for package in ("jax", "orbax-checkpoint")}
-    manifest = {"format": FORMAT, "step": step, "data": data, "versions": versions, "leaves": leaves}
+    manifest = {
+        "format": FORMAT,
+        "packing": PACKING,
+        "step": step,
+        "data": data,
+        "versions": versions,
+        "leaves": leaves,
+    }
     try:
         return json.dumps(manifest, indent=1)
     except TypeError as error:
@@ -110,7 +144,8 @@ def read(file: Path, step: int) -> Manifest:
         number, recorded, data, leaves = (found[name] for name in ("format", "step", "data", "leaves"))
         manifest = None
         if _count(number) == FORMAT:
-            manifest = Manifest(_count(recorded), data, {name: _leaf(name, leaf) for name, leaf in leaves.items()})
+            described = {name: _leaf(name, leaf) for name, leaf in leaves.items()}
+            manifest = Manifest(_count(recorded), data, described, _count(found.get("packing", 1)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"is not a manifest that jaxdist wrote ({type(error).__name__}: {error})"
         raise CheckpointDamagedError(file, step, what) from error

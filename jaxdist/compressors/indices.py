@@ -64,10 +64,9 @@ def decode_positions(words: UInt[Array, " words"], count: int, size: int) -> Int
     bits = _low_bits(count, size)
     if bits is None:
         return words.astype(jnp.int32)
-    # The low parts come first; the bitmap of the high ones follows, in whole words.
-    cut = bytes_of_codes(count, bits)
-    high = jnp.pad(words[cut:], (0, -(words.shape[0] - cut) % 4)).reshape(-1, 4)
-    places = positions(lax.bitcast_convert_type(high, jnp.uint32), count)
+    # The low parts come first; the bitmap of the high ones follows.
+    cut, length = bytes_of_codes(count, bits), _high_size(count, size, bits)
+    places = positions(to_bitmap(jnp.pad(unpack(words[cut:], 1, length), (0, -length % WORD))), count)
     if bits == 0:
         return places
     index = lax.iota(jnp.int32, count)
@@ -85,7 +84,7 @@ def encode_host_positions(where: np.ndarray, size: int) -> np.ndarray:
     rest = where - index
     bitmap = np.zeros(_high_size(count, size, bits), np.uint8)
     bitmap[(rest >> bits) + index] = 1
-    high = np.packbits(bitmap, bitorder="little")
+    high = pack_on_host(bitmap, 1)
     return np.append(pack_on_host(rest & (2**bits - 1), bits), high) if bits else high
 
 
@@ -95,7 +94,7 @@ def decode_host_positions(words: np.ndarray, count: int, size: int) -> np.ndarra
     if bits is None:
         return words.astype(np.int64)
     cut = bytes_of_codes(count, bits)
-    places = np.flatnonzero(np.unpackbits(words[cut:], bitorder="little"))[:count]
+    places = np.flatnonzero(unpack_on_host(words[cut:], 1, _high_size(count, size, bits)))
     if bits == 0:
         return places
     index = np.arange(count)

@@ -16,6 +16,7 @@ from jax import lax
 from .._core.compat import like_of, triton_parameters
 from .._core.jaxprs import apply_primitive, evaluate
 from .._core.types import Array, Float, Payload, PRNGKeyArray
+from .packing import RUN
 from .random import KeyOrStream, Stream, key_words
 
 Compress = Callable[[Array, Any], Payload]
@@ -29,13 +30,18 @@ WARPS = 2
 def in_one_pass(compress: Compress, block: int) -> Compress:
     """Returns `compress` of an array, computed tile by tile where that is faster.
 
-    The payload of whole blocks must be that of their parts, one after the other, in arrays of one dimension; `compress`
-    may draw noise by `uniform_hash` alone.
+    The payload of whole blocks, and of runs of packed codes, must be that of their parts, one after the other, in
+    arrays of one dimension; `compress` may draw noise by `uniform_hash` alone.
     """
 
     def compress_blocks(x: Array, key: KeyOrStream) -> Payload:
         tile = max(TILE, block)
-        fits = block & (block - 1) == 0 and block <= LARGEST_BLOCK and x.size % block == 0 and tile < x.size < 2**31
+        fits = (
+            block & (block - 1) == 0
+            and block <= LARGEST_BLOCK
+            and x.size % max(block, RUN) == 0
+            and tile < x.size < 2**31
+        )
         # A trace for a machine that is not there has no kernel for it.
         parameters = triton_parameters(WARPS) if fits else None
         if parameters is None:

@@ -1,18 +1,23 @@
 """Packs codes of 1 to 32 bits into bytes, and floats narrower than 32 bits into unsigned words."""
 
-import functools
-import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import DTypeLike
 
 from .._core.types import Array, Shaped, UInt
+from .._core.xla_quirks import run_apart
 
 WORD_DTYPES = {1: jnp.uint8, 2: jnp.uint16}
+# Codes of a run, which are eight rows of the lanes of a TPU, and those from which on XLA:CPU packs them by themselves.
+RUN, LANES = 1024, 128
+SMALL = 2**15
 
 
 def bytes_of_codes(size: int, bits: int) -> int:
@@ -21,16 +26,21 @@ def bytes_of_codes(size: int, bits: int) -> int:
 
 
 def pack(codes: UInt[Array, "*batch size"], bits: int) -> UInt[Array, "*batch bytes"]:
-    """Packs unsigned codes along the last axis: one stream of bits, lowest bits first, cut into bytes.
+    """Packs unsigned codes along the last axis, in planes, so that no backend has to move bytes beside each other.
 
-    A code must be below `2**bits`: higher bits would spill into its neighbors. The last axis of the result has
-    `ceil(size * bits / 8)` u8 words, the last of which is filled with zeros. Any width from 1 to 32 bits is possible;
-    those that tile a byte (1, 2, 4, 8) are the cheapest.
+    A code must be below `2**bits`: higher bits may spill into other codes. The last axis of the result has
+    `ceil(size * bits / 8)` u8 words; zeros fill the rest of the last ones. Any width from 1 to 32 bits is possible.
+
+    Codes are cut into runs of 1024, each of `128 * bits` bytes. A run has one field of its codes after the other, from
+    the lowest bits on: as many whole bytes as fit, then 4 bits, 2 and 1, so 7 bits are fields of 4, 2 and 1. A field of
+    w bits is `128 w` bytes, in which byte i has those of the codes `i + 128 w j` from bit `w j` on. What is left after
+    the last run, m bytes, is one such field with m in place of `128 w`, of codes that tile a byte; of other widths it
+    is a vector of bits, all lowest ones first, with room for `8 m // bits` codes, packed like codes of one bit.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> pack(jnp.array([1, 15, 7, 8], jnp.uint8), 4), pack(jnp.array([5, 4095], jnp.uint16), 12)
-      (Array([241, 135], dtype=uint8), Array([  5, 240, 255], dtype=uint8))
+      (Array([113, 143], dtype=uint8), Array([171,  87, 170], dtype=uint8))
     """
     _check_bits(bits)
     if bits > 8 * codes.dtype.itemsize:
@@ -38,21 +48,17 @@ def pack(codes: UInt[Array, "*batch size"], bits: int) -> UInt[Array, "*batch by
     *batch, size = codes.shape
     if bits == 8:
         return codes.astype(jnp.uint8)
-    if bits in (16, 32):
-        words = jax.lax.bitcast_convert_type(codes.astype(_code_dtype(bits)), jnp.uint8)
-        return words.reshape(*batch, size * bits // 8)
-    per_group, width = _group(bits)
-    padding = -size % per_group
-    if padding:
-        codes = jnp.pad(codes, [(0, 0)] * len(batch) + [(0, padding)])
-    groups = codes.reshape(*batch, (size + padding) // per_group, per_group)
-    # Shifted codes share no bit, so their sum is their union; XLA fuses this form with whatever made the codes.
-    if width == 1:
-        return jnp.sum(groups.astype(jnp.uint8) << _shifts(groups.shape, bits), axis=-1, dtype=jnp.uint8)
-    parts = [groups[..., i].astype(jnp.uint32) for i in range(per_group)]
-    # One strided pass for each byte of a group: one sum over a table of shifts is twenty times slower on XLA:CPU.
-    joined = jnp.stack([_join(parts, bits, 8, j).astype(jnp.uint8) for j in range(width)], axis=-1)
-    return joined.reshape(*batch, groups.shape[-2] * width)[..., : bytes_of_codes(size, bits)]
+    runs, rest = divmod(_capacity(bytes_of_codes(size, bits), bits), RUN)
+    missing = runs * RUN + rest - size
+    if missing:
+        codes = jnp.pad(codes, [(0, 0)] * len(batch) + [(0, missing)])
+    parts = []
+    if runs or not rest:
+        whole = codes[..., : runs * RUN].reshape(*batch, runs, RUN)
+        parts.append(_pack_runs(whole, bits).reshape(*batch, runs * RUN * bits // 8))
+    if rest:
+        parts.append(_pack_rest(codes[..., runs * RUN :], bits))
+    return _concatenate(parts)
 
 
 def unpack(words: UInt[Array, "*batch bytes"], bits: int, size: int) -> UInt[Array, "*batch size"]:
@@ -60,29 +66,22 @@ def unpack(words: UInt[Array, "*batch bytes"], bits: int, size: int) -> UInt[Arr
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> unpack(jnp.array([241, 7], jnp.uint8), 4, 3), unpack(jnp.array([5, 240, 255], jnp.uint8), 12, 2)
+      >>> unpack(jnp.array([113, 15], jnp.uint8), 4, 3), unpack(jnp.array([171, 87, 170], jnp.uint8), 12, 2)
       (Array([ 1, 15,  7], dtype=uint8), Array([   5, 4095], dtype=uint16))
     """
     _check_bits(bits)
     *batch, count = words.shape
     if bits == 8:
         return words[..., :size]
-    if bits in (16, 32):
-        used = words[..., : size * bits // 8].reshape(*batch, size, bits // 8)
-        return jax.lax.bitcast_convert_type(used, _code_dtype(bits))
-    per_group, width = _group(bits)
-    if width == 1:
-        spread = jnp.broadcast_to(words[..., None], (*batch, count, per_group))
-        codes = (spread >> _shifts(spread.shape, bits)) & jnp.uint8(2**bits - 1)
-        return codes.reshape(*batch, count * per_group)[..., :size]
-    padding = -count % width
-    if padding:
-        words = jnp.pad(words, [(0, 0)] * len(batch) + [(0, padding)])
-    groups = words.reshape(*batch, (count + padding) // width, width)
-    parts = [groups[..., j].astype(jnp.uint32) for j in range(width)]
-    # The last byte of a code also has bits of the next one.
-    codes = [(_join(parts, 8, bits, i) & jnp.uint32(2**bits - 1)).astype(_code_dtype(bits)) for i in range(per_group)]
-    return jnp.stack(codes, axis=-1).reshape(*batch, groups.shape[-2] * per_group)[..., :size]
+    runs, rest = divmod(_capacity(count, bits), RUN)
+    cut = runs * RUN * bits // 8
+    parts = []
+    if runs or not rest:
+        whole = words[..., :cut].reshape(*batch, runs, RUN * bits // 8)
+        parts.append(_unpack_runs(whole, bits).reshape(*batch, runs * RUN))
+    if rest:
+        parts.append(_unpack_rest(words[..., cut:], bits, rest))
+    return _concatenate(parts)[..., :size]
 
 
 def pack_on_host(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -90,27 +89,53 @@ def pack_on_host(codes: np.ndarray, bits: int) -> np.ndarray:
 
     Examples:
       >>> pack_on_host(np.array([5, 4095]), 12).tolist()
-      [5, 240, 255]
+      [171, 87, 170]
     """
     _check_bits(bits)
-    width = 1 if bits <= 8 else 4
-    parts = np.ascontiguousarray(codes, f"<u{width}").view(np.uint8).reshape(len(codes), width)
-    return np.packbits(np.unpackbits(parts, axis=1, count=bits, bitorder="little"), bitorder="little")
+    total = bytes_of_codes(len(codes), bits)
+    runs, rest = divmod(_capacity(total, bits), RUN)
+    codes = np.pad(codes, (0, runs * RUN + rest - len(codes)))
+    whole, last = codes[: runs * RUN].reshape(runs, RUN), codes[runs * RUN :]
+    fields = [_join_on_host(whole >> low & 2**width - 1, width) for low, width in _fields(bits)]
+    width = bits
+    if 8 % bits:
+        last, width = (last >> np.arange(bits)[:, None] & 1).reshape(-1), 1
+    last = np.pad(last, (0, (total - runs * RUN * bits // 8) * 8 // width - len(last)))
+    return np.append(np.concatenate(fields, axis=1).reshape(-1), _join_on_host(last, width))
 
 
 def unpack_on_host(words: np.ndarray, bits: int, size: int) -> np.ndarray:
     """The codes of `unpack`, as u8 or u32, of words in host memory.
 
     Examples:
-      >>> unpack_on_host(np.array([5, 240, 255], np.uint8), 12, 2).tolist()
+      >>> unpack_on_host(np.array([171, 87, 170], np.uint8), 12, 2).tolist()
       [5, 4095]
     """
     _check_bits(bits)
-    spread = np.unpackbits(words, count=size * bits, bitorder="little").reshape(size, bits)
-    if bits <= 8:
-        return functools.reduce(operator.or_, [spread[:, i] << np.uint8(i) for i in range(bits)])
-    parts = np.packbits(spread, axis=1, bitorder="little")
-    return np.pad(parts, [(0, 0), (0, 4 - parts.shape[1])]).view("<u4")[:, 0]
+    dtype = np.uint8 if bits <= 8 else np.uint32
+    runs, rest = divmod(_capacity(len(words), bits), RUN)
+    cut = runs * RUN * bits // 8
+    whole, last = words[:cut].reshape(runs, RUN * bits // 8), words[cut:]
+    codes = np.zeros((runs, RUN), dtype)
+    for low, width in _fields(bits):
+        field = whole[:, RUN * low // 8 : RUN * (low + width) // 8]
+        codes |= _split_on_host(field, width).astype(dtype) << dtype(low)
+    if 8 % bits == 0:
+        end = _split_on_host(last, bits)
+    else:
+        ones = _split_on_host(last, 1)[: rest * bits].reshape(bits, rest).astype(dtype)
+        end = np.bitwise_or.reduce(ones << np.arange(bits, dtype=dtype)[:, None], axis=0)
+    return np.append(codes.reshape(-1), end)[:size]
+
+
+def _join_on_host(codes: np.ndarray, width: int) -> np.ndarray:
+    planes = codes.astype(np.uint8).reshape(*codes.shape[:-1], 8 // width, codes.shape[-1] * width // 8)
+    return np.bitwise_or.reduce(planes << np.arange(0, 8, width, dtype=np.uint8)[:, None], axis=-2)
+
+
+def _split_on_host(words: np.ndarray, width: int) -> np.ndarray:
+    planes = words[..., None, :] >> np.arange(0, 8, width, dtype=np.uint8)[:, None] & np.uint8(2**width - 1)
+    return planes.reshape(*words.shape[:-1], words.shape[-1] * 8 // width)
 
 
 def to_words(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -143,27 +168,146 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"bits must be in 1 to 32, got {bits}")
 
 
-def _code_dtype(bits: int) -> DTypeLike:
+def _capacity(count: int, bits: int) -> int:
+    """The number of codes for which words have room: the order depends on that of words alone."""
+    return count * 8 // bits
+
+
+def _code_dtype(bits: int) -> Any:
     return jnp.uint8 if bits <= 8 else jnp.uint16 if bits <= 16 else jnp.uint32
 
 
-def _group(bits: int) -> tuple[int, int]:
-    """The smallest number of codes that fill whole bytes, and the number of bytes."""
-    common = math.gcd(bits, 8)
-    return 8 // common, bits // common
+def _wide_dtype(bits: int) -> Any:
+    return jnp.int32 if bits <= 16 else jnp.uint32
 
 
-def _shifts(shape: tuple[int, ...], bits: int) -> UInt[Array, "..."]:
-    return jax.lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 1) * jnp.uint8(bits)
+def _fields(bits: int) -> list[tuple[int, int]]:
+    """The lowest bit and the width of each field of a code: bytes, then 4, 2 and 1 bits."""
+    fields, low = [], 0
+    for width in (8, 4, 2, 1):
+        while bits - low >= width:
+            fields.append((low, width))
+            low += width
+    return fields
 
 
-def _join(parts: Sequence[Array], width: int, wanted: int, index: int) -> UInt[Array, "..."]:
-    """Item `index` of `wanted` bits in a stream of parts of `width` bits each; higher bits are not cleared."""
-    # Where each part begins, counted from the wanted item; those that do not overlap it are left out.
-    offsets = [width * i - wanted * index for i in range(len(parts))]
-    shifted = [
-        part << jnp.uint32(offset) if offset >= 0 else part >> jnp.uint32(-offset)
-        for part, offset in zip(parts, offsets)
-        if -width < offset < wanted
+def _pack_runs(codes: UInt[Array, "*runs codes"], bits: int) -> UInt[Array, "*runs bytes"]:
+    alone = partial(_pack_fields, bits, _join_slices)
+    return lax.platform_dependent(
+        codes,
+        cpu=partial(run_apart, alone) if codes.size >= SMALL else alone,
+        tpu=partial(_pack_lanes, bits),
+        # The only form that a kernel of Triton can have.
+        default=partial(_pack_fields, bits, _join_planes),
+    )
+
+
+def _unpack_runs(words: UInt[Array, "*runs bytes"], bits: int) -> UInt[Array, "*runs codes"]:
+    alone = partial(_unpack_fields, bits, _split_slices)
+    return lax.platform_dependent(
+        words,
+        cpu=partial(run_apart, alone) if words.size * 8 // bits >= SMALL else alone,
+        tpu=partial(_unpack_lanes, bits),
+        default=partial(_unpack_fields, bits, _split_planes),
+    )
+
+
+def _pack_fields(bits: int, join: Callable[[Array, int], Array], codes: Array) -> Array:
+    return _concatenate([join(field.astype(jnp.uint8), width) for field, width in _cut_fields(codes, bits)])
+
+
+def _unpack_fields(bits: int, split: Callable[[Array, int], Array], words: Array) -> Array:
+    dtype = _code_dtype(bits)
+    fields = [
+        split(words[..., LANES * low : LANES * (low + width)], width).astype(dtype) << dtype(low)
+        for low, width in _fields(bits)
     ]
-    return functools.reduce(operator.or_, shifted)
+    return reduce(operator.or_, fields)
+
+
+def _pack_lanes(bits: int, codes: UInt[Array, "*runs codes"]) -> UInt[Array, "*runs bytes"]:
+    """In 32 bits and the tiles of a vector's layout on TPUs; in rows of bytes the program is several times as long."""
+    runs = codes.shape[:-1]
+    wide = codes.astype(_wide_dtype(bits)).reshape(*runs, RUN // LANES, LANES)
+    fields = []
+    for field, width in _cut_fields(wide, bits):
+        planes = field.reshape(*runs, 8 // width, width, LANES)
+        shifted = [planes[..., j, :, :] << planes.dtype.type(width * j) for j in range(8 // width)]
+        fields.append(reduce(operator.or_, shifted))
+    words = fields[0] if len(fields) == 1 else jnp.concatenate(fields, axis=-2)
+    return words.astype(jnp.uint8).reshape(*runs, bits * LANES)
+
+
+def _unpack_lanes(bits: int, words: UInt[Array, "*runs bytes"]) -> UInt[Array, "*runs codes"]:
+    """The inverse of `_pack_lanes`."""
+    runs = words.shape[:-1]
+    wide = words.astype(_wide_dtype(bits)).reshape(*runs, bits, LANES)
+    one, fields = wide.dtype.type, []
+    for low, width in _fields(bits):
+        field = wide[..., None, low : low + width, :]
+        spread = jnp.broadcast_to(field, (*runs, 8 // width, width, LANES))
+        shifts = lax.broadcasted_iota(wide.dtype, spread.shape, len(runs)) * one(width)
+        codes = ((spread >> shifts) & one(2**width - 1)).reshape(*runs, RUN // LANES, LANES)
+        fields.append(codes << one(low))
+    return reduce(operator.or_, fields).astype(_code_dtype(bits)).reshape(*runs, RUN)
+
+
+def _cut_fields(codes: Shaped[Array, "..."], bits: int) -> Iterator[tuple[Shaped[Array, "..."], int]]:
+    """The fields of codes, and their widths."""
+    one = codes.dtype.type
+    for low, width in _fields(bits):
+        yield codes if width == bits else (codes >> one(low)) & one(2**width - 1), width
+
+
+def _join_planes(codes: UInt[Array, "*batch codes"], width: int) -> UInt[Array, "*batch bytes"]:
+    """`word_i = Σ_j code_(j m + i) 2^(j width)` for m words."""
+    planes = codes.reshape(*codes.shape[:-1], 8 // width, codes.shape[-1] * width // 8)
+    return jnp.sum(planes << _shifts(planes.shape, width), axis=-2, dtype=jnp.uint8)
+
+
+def _join_slices(codes: UInt[Array, "*batch codes"], width: int) -> UInt[Array, "*batch bytes"]:
+    """The same, in the form that XLA:CPU vectorizes."""
+    planes = codes.reshape(*codes.shape[:-1], 8 // width, codes.shape[-1] * width // 8)
+    return reduce(operator.or_, [planes[..., j, :] << jnp.uint8(width * j) for j in range(8 // width)])
+
+
+def _split_planes(words: UInt[Array, "*batch bytes"], width: int) -> UInt[Array, "*batch codes"]:
+    """The inverse of `_join_planes`."""
+    *batch, count = words.shape
+    spread = jnp.broadcast_to(words[..., None, :], (*batch, 8 // width, count))
+    codes = (spread >> _shifts(spread.shape, width)) & jnp.uint8(2**width - 1)
+    return codes.reshape(*batch, 8 // width * count)
+
+
+def _split_slices(words: UInt[Array, "*batch bytes"], width: int) -> UInt[Array, "*batch codes"]:
+    """The same, in the form that XLA:CPU vectorizes."""
+    mask = jnp.uint8(2**width - 1)
+    planes = jnp.stack([(words >> jnp.uint8(width * j)) & mask for j in range(8 // width)], axis=-2)
+    return planes.reshape(*words.shape[:-1], 8 // width * words.shape[-1])
+
+
+def _shifts(shape: tuple[int, ...], width: int) -> UInt[Array, "..."]:
+    return lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 2) * jnp.uint8(width)
+
+
+def _pack_rest(codes: UInt[Array, "*batch codes"], bits: int) -> UInt[Array, "*batch bytes"]:
+    """Fewer codes than a run: in planes, or bit by bit, all lowest ones first, if codes do not tile a byte."""
+    if 8 % bits == 0:
+        return _join_planes(codes.astype(jnp.uint8), bits)
+    *batch, count = codes.shape
+    spread = jnp.broadcast_to(codes[..., None, :], (*batch, bits, count))
+    ones = (spread >> lax.broadcasted_iota(codes.dtype, spread.shape, len(batch))) & codes.dtype.type(1)
+    ones = ones.astype(jnp.uint8).reshape(*batch, bits * count)
+    return _join_planes(jnp.pad(ones, [(0, 0)] * len(batch) + [(0, -bits * count % 8)]), 1)
+
+
+def _unpack_rest(words: UInt[Array, "*batch bytes"], bits: int, count: int) -> UInt[Array, "*batch codes"]:
+    if 8 % bits == 0:
+        return _split_planes(words, bits)
+    batch, dtype = words.shape[:-1], _code_dtype(bits)
+    ones = _split_planes(words, 1)[..., : bits * count].reshape(*batch, bits, count).astype(dtype)
+    return jnp.sum(ones << lax.broadcasted_iota(dtype, ones.shape, len(batch)), axis=-2, dtype=dtype)
+
+
+def _concatenate(parts: Sequence[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)

@@ -90,9 +90,11 @@ def to_buckets(x: Array, bucket: int) -> Float[Array, "buckets width"]:
 
 
 def from_buckets(buckets: Float[Array, "buckets width"], scales: Float[Array, " buckets"], like: Like) -> Array:
-    """The inverse of `to_buckets`, of rows times their scales; finite where the scale is finite."""
-    scales = scales[:, None]
-    values = saturate(from_unit(buckets, scales), like.dtype, jnp.isfinite(scales))
+    """The inverse of `to_buckets`, of rows times their scales; finite where the scale is finite, else NaN."""
+    # NaN instead of infinity, which the limits of `saturate` would cut off. With limits for each block XLA:TPU would
+    # lay out three numbers for each entry in place of one, which is most of the program of a decoder.
+    scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)[:, None]
+    values = saturate(from_unit(buckets, scales), like.dtype, True)
     return values.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 

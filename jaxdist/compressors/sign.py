@@ -10,7 +10,6 @@ import numpy as np
 
 from .._core.checks import check_count
 from .._core.descriptions import with_description
-from .._core.dtypes import saturate
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .._core.xla_quirks import sum_rows
 from .base import Compressor
@@ -318,9 +317,7 @@ def drive(*, block: int = 256) -> Compressor:
         bits = unpack(payload.signs, 1, 8 * payload.signs.size).reshape(-1, width)
         # Scaled last: the sums of a block may be larger than its entries, and than the largest float.
         rotated = _product(jnp.where(bits == 1, 1.0, -1.0).astype(jnp.float32), width)
-        scales = payload.scales[:, None]
-        values = saturate(rotated * _random_signs(payload.seed, width) * scales, like.dtype, jnp.isfinite(scales))
-        return values.reshape(-1)[:size].reshape(like.shape)
+        return from_buckets(rotated * _random_signs(payload.seed, width), payload.scales, like)
 
     return Compressor(compress, decompress, contraction=lambda shape: 0.5)
 

@@ -24,7 +24,8 @@ import numpy as np
 
 from .base import DamagedError
 
-FORMAT = 1
+# 2: packed codes in planes.
+FORMAT = 2
 _MAGIC = b"jaxdist1"
 
 

@@ -193,17 +193,33 @@ def fuse_bytes(
 
 
 def _to_bytes(x: Array) -> Array:
-    return x.ravel() if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x.ravel(), jnp.uint8).ravel()
+    if x.dtype.itemsize == 1:
+        return lax.bitcast_convert_type(x.ravel(), jnp.uint8)
+
+    def in_order(x: Array) -> Array:
+        return lax.bitcast_convert_type(x.ravel(), jnp.uint8).ravel()
+
+    def in_planes(x: Array) -> Array:
+        return lax.bitcast_convert_type(x.ravel(), jnp.uint8).T.ravel()
+
+    # All first bytes, then all second ones: XLA:TPU unrolls the bytes of a number beside each other.
+    return lax.platform_dependent(x, tpu=in_planes, default=in_order)
 
 
 def _from_bytes(words: Array, like: Array) -> Array:
     """`[*batch, bytes]` -> `[*batch, *like.shape]`."""
-    batch = words.shape[:-1]
-    if like.dtype != jnp.uint8:
-        width = like.dtype.itemsize
-        words = words.reshape(*batch, like.size, *([width] if width > 1 else []))
-        words = lax.bitcast_convert_type(words, like.dtype)
-    return words.reshape(*batch, *like.shape)
+    batch, width = words.shape[:-1], like.dtype.itemsize
+    if width == 1:
+        return lax.bitcast_convert_type(words, like.dtype).reshape(*batch, *like.shape)
+
+    def in_order(words: Array) -> Array:
+        return lax.bitcast_convert_type(words.reshape(*batch, like.size, width), like.dtype)
+
+    def in_planes(words: Array) -> Array:
+        planes = words.reshape(*batch, width, like.size)
+        return lax.bitcast_convert_type(planes.swapaxes(-1, -2), like.dtype)
+
+    return lax.platform_dependent(words, tpu=in_planes, default=in_order).reshape(*batch, *like.shape)
 
 
 def length(size: int, workers: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._core.dtypes import working_dtype
@@ -175,6 +176,26 @@ def _check_compressor(compressor: Compressor) -> None:
                 f"{count * MULTIPLE} entries as {shapes}. Use dynamic_fp8(block={MULTIPLE}) or "
                 'cast(jnp.bfloat16, rounding="stochastic")'
             )
+    if not _can_be_cut(compressor, payloads[0], payloads[-1]):
+        raise ValueError(
+            f"state_compressor must encode every {MULTIPLE} entries by themselves, because workers own multiples of "
+            f"{MULTIPLE}; this one packs codes of several entries into the same bytes. Use "
+            f'dynamic_fp8(block={MULTIPLE}) or cast(jnp.bfloat16, rounding="stochastic")'
+        )
+
+
+def _can_be_cut(compressor: Compressor, one: PyTree, many: PyTree) -> bool:
+    """Whether the words of some entries decode to them without the others; payloads of `MULTIPLE` entries and more."""
+    rng = np.random.default_rng(0)
+    words = jax.tree.map(lambda x: rng.integers(1, 256, x.shape).astype(x.dtype), many)
+    part = jax.tree.map(lambda x, like: x[like.size : 2 * like.size], words, one)
+    size = MULTIPLE * jax.tree.leaves(many)[0].size // jax.tree.leaves(one)[0].size
+    with jax.ensure_compile_time_eval():
+        whole, alone = (
+            np.asarray(compressor.decompress(jax.tree.map(jnp.asarray, x), jax.ShapeDtypeStruct((n,), jnp.float32)))
+            for x, n in ((words, size), (part, MULTIPLE))
+        )
+    return np.array_equal(whole[MULTIPLE : 2 * MULTIPLE], alone, equal_nan=True)
 
 
 def _payload_of(compressor: Compressor, size: int) -> PyTree:

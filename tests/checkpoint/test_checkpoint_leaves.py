@@ -10,6 +10,7 @@ import pytest
 
 import jaxdist as jd
 from jaxdist import checkpoint
+from jaxdist.checkpoint import _manifest
 
 
 def again(folder, state, like=None):
@@ -119,3 +120,17 @@ def test_states_of_flax_and_optax(tmp_path):
         assert (old.dtype, old.weak_type) == (new.dtype, new.weak_type) if hasattr(old, "weak_type") else True
         words = jax.random.key_data if jnp.issubdtype(old.dtype, jax.dtypes.prng_key) else np.asarray
         np.testing.assert_array_equal(words(old), words(new))
+
+
+def test_packed_codes_in_the_order_of_another_version_are_refused_by_name(tmp_path, monkeypatch):
+    params = jnp.zeros(4096)
+    packed = jd.transforms.quantized_state(optax.sgd(0.1, momentum=0.9), jd.compressors.natural())
+    whole = jd.transforms.quantized_state(optax.sgd(0.1, momentum=0.9))
+    with monkeypatch.context() as patch:
+        patch.setattr(_manifest, "PACKING", 1)
+        for name, tx in (("packed", packed), ("whole", whole)):
+            checkpoint.save(tmp_path / name, tx.init(params), 0)
+    # Bytes that are codes by themselves are read.
+    checkpoint.restore(tmp_path / "whole", whole.init(params))
+    with pytest.raises(ValueError, match=r"payload\.signs.* has packed codes in the order of another version"):
+        checkpoint.restore(tmp_path / "packed", packed.init(params))

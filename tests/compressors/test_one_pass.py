@@ -10,6 +10,7 @@ from jaxdist import compressors as jc
 from jaxdist.analysis import pods
 from jaxdist.compressors import one_pass
 from jaxdist.compressors.one_pass import LARGEST_BLOCK, TILE, _round_half_even, in_one_pass, run_in_kernel
+from jaxdist.compressors.packing import RUN
 
 CODES = {
     "int8": (jc.int8(), 256),
@@ -44,7 +45,7 @@ def test_bits_are_those_of_the_plain_program(name, dtype):
     """Also where the last tile overlaps the one before."""
     code, block = CODES[name]
     tile = max(TILE, block)
-    x, key = an_input(5 * tile + block).astype(dtype), jax.random.key(3)
+    x, key = an_input(5 * tile + max(block, RUN)).astype(dtype), jax.random.key(3)
     payload = jax.jit(lambda x: run_in_kernel(code.compress, tile, block, x, key, interpret=True))(x)
     expected = jax.jit(code.compress)(x, key)
     if name in SUMS:

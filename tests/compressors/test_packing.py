@@ -1,26 +1,31 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import packing as reference
 
-from jaxdist.compressors.packing import bytes_of_codes, from_words, pack, to_words, unpack
+from jaxdist.compressors import packing
+from jaxdist.compressors.packing import (
+    bytes_of_codes,
+    from_words,
+    pack,
+    pack_on_host,
+    to_words,
+    unpack,
+    unpack_on_host,
+)
 
 
 def narrowest(bits):
     return np.uint8 if bits <= 8 else np.uint16 if bits <= 16 else np.uint32
 
 
-def stream(codes, bits):
-    """The layout in words of one bit: lowest bits first."""
-    return np.packbits(
-        np.array([code >> i & 1 for code in codes.tolist() for i in range(bits)], bool), bitorder="little"
-    )
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 32])
 def test_round_trip_of_any_width_and_length(bits):
-    sizes = (0, 1, 21)
+    sizes = (0, 1, 21, 1024, 1061)
     several = [np.random.default_rng(size).integers(0, 2**bits, size).astype(narrowest(bits)) for size in sizes]
     several[1][0] = 2**bits - 1
     packed = jax.jit(lambda several: [pack(codes, bits) for codes in several])(several)
@@ -28,7 +33,7 @@ def test_round_trip_of_any_width_and_length(bits):
     for codes, words, back in zip(several, packed, unpacked):
         assert (words.dtype, back.dtype) == (jnp.uint8, codes.dtype)
         assert words.shape == (bytes_of_codes(codes.size, bits),) == (-(-codes.size * bits // 8),)
-        np.testing.assert_array_equal(words, stream(codes, bits))
+        np.testing.assert_array_equal(words, reference.pack(codes, bits))
         np.testing.assert_array_equal(back, codes)
 
 
@@ -44,14 +49,70 @@ def test_leading_axes_are_packed_apart(bits):
     assert unpack(jnp.zeros((0, 8), jnp.uint8), bits, 5).shape == (0, 5)
 
 
-def test_layout_is_lowest_bits_first():
-    assert pack(jnp.array([1, 0, 0, 0, 0, 0, 0, 1, 1], jnp.uint8), 1).tolist() == [129, 1]
-    assert pack(jnp.array([1, 2, 3, 0, 1], jnp.uint8), 2).tolist() == [0b00111001, 1]
-    assert pack(jnp.array([1, 15, 7, 8], jnp.uint8), 4).tolist() == [241, 135]
-    assert pack(jnp.array([5, 4095], jnp.uint16), 12).tolist() == [5, 240, 255]
-    assert pack(jnp.arange(8, dtype=jnp.uint8), 3).tolist() == [0b10001000, 0b11000110, 0b11111010]
-    bits = np.random.default_rng(0).integers(0, 2, 77).astype(np.uint8)
-    np.testing.assert_array_equal(pack(jnp.asarray(bits), 1), np.packbits(bits, bitorder="little"))
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_first_codes_of_more_that_were_packed(bits):
+    """Codecs pack whole 32-bit words, and read the codes that there are."""
+    codes = np.random.default_rng(0).integers(0, 2**bits, 1024).astype(np.uint8)
+    for packed, size in ((32, 21), (1024, 1003)):
+        words = pack(jnp.asarray(codes[:packed]), bits)
+        np.testing.assert_array_equal(unpack(words, bits, size), codes[:size])
+        np.testing.assert_array_equal(unpack_on_host(np.asarray(words), bits, size), codes[:size])
+
+
+def test_few_codes_are_planes_of_their_bytes():
+    assert pack(jnp.array([1, 0, 0, 0, 0, 0, 0, 1, 1], jnp.uint8), 1).tolist() == [0b00010001, 0b1000]
+    assert pack(jnp.array([1, 2, 3, 0, 1], jnp.uint8), 2).tolist() == [0b00011101, 0b0010]
+    assert pack(jnp.array([1, 15, 7, 8], jnp.uint8), 4).tolist() == [113, 143]
+    # Of odd widths first all lowest bits, then all second ones, and so on.
+    assert pack(jnp.array([5, 4095], jnp.uint16), 12).tolist() == [171, 87, 170]
+
+
+def test_runs_of_codes_are_planes_of_fields():
+    codes = np.zeros(2 * 1024, np.uint8)
+    # 5 bits: four in two planes of 512 bytes, then one in eight of 128.
+    codes[1024 + 512], codes[1024 + 3 * 128 + 7] = 0b01001, 0b10000
+    words = np.asarray(pack(jnp.asarray(codes), 5))
+    assert {int(i): int(words[i]) for i in np.flatnonzero(words)} == {640: 0b10010000, 640 + 512 + 7: 0b1000}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("bits", [1, 3, 4, 7, 8, 12, 16, 31])
+def test_words_on_the_host_are_the_same(bits):
+    for size in (0, 3, 1061):
+        codes = np.random.default_rng(size).integers(0, 2**bits, size).astype(narrowest(bits))
+        words = pack_on_host(codes, bits)
+        np.testing.assert_array_equal(words, reference.pack(codes, bits))
+        np.testing.assert_array_equal(unpack_on_host(words, bits, size), codes)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 12, 16, 31])
+def test_programs_of_all_backends_have_the_same_order(bits):
+    """The form of TPUs, and those of other backends, also run on a CPU."""
+    codes = np.random.default_rng(0).integers(0, 2**bits, (2, 1024)).astype(narrowest(bits))
+    expected = np.stack([pack_on_host(row, bits) for row in codes])
+    for form in (
+        partial(packing._pack_lanes, bits),
+        partial(packing._pack_fields, bits, packing._join_planes),
+        partial(packing._pack_fields, bits, packing._join_slices),
+    ):
+        np.testing.assert_array_equal(jax.jit(form)(codes), expected)
+    for form in (
+        partial(packing._unpack_lanes, bits),
+        partial(packing._unpack_fields, bits, packing._split_planes),
+        partial(packing._unpack_fields, bits, packing._split_slices),
+    ):
+        np.testing.assert_array_equal(jax.jit(form)(expected), codes)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("bits", [1, 4, 5])
+def test_long_arrays_are_packed_apart_on_cpus(bits):
+    """In a branch of their own, under `vmap` too."""
+    codes = np.random.default_rng(0).integers(0, 2**bits, (2, packing.SMALL + 1030)).astype(np.uint8)
+    words = jax.jit(jax.vmap(lambda x: pack(x, bits)))(codes)
+    np.testing.assert_array_equal(words[1], pack_on_host(codes[1], bits))
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda x: unpack(x, bits, codes.shape[1])))(words), codes)
 
 
 @pytest.mark.parametrize("bits", [0, -1, 33])

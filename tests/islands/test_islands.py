@@ -279,8 +279,9 @@ def test_another_format_of_the_store_is_refused(monkeypatch):
     store, tx = islands.memory(), method()
     train(store, tx, "a", 1)
     names = store.list("")
-    monkeypatch.setattr(protocol, "FORMAT", 2)
-    mismatch = pytest.raises(islands.RunMismatchError, match="other format: 1, and this island 2")
+    number = protocol.FORMAT
+    monkeypatch.setattr(protocol, "FORMAT", number + 1)
+    mismatch = pytest.raises(islands.RunMismatchError, match=f"other format: {number}, and this island {number + 1}")
     with mismatch, islands.join(store, tx, name="b") as island:
         island.enter(begin(tx))
     assert store.list("") == names

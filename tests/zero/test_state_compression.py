@@ -9,7 +9,7 @@ from problems import TrainState, assert_close
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.compressors import cast, dynamic_fp8, int8
+from jaxdist.compressors import cast, dynamic_fp8, int4, int8
 
 EIGHT = dynamic_fp8(block=8)
 BFLOAT16 = cast(jnp.bfloat16, rounding="stochastic")
@@ -121,5 +121,7 @@ def test_bfloat16_with_master_parameters(workers):
 def test_refusals():
     with pytest.raises(ValueError, match=r"every 8 entries by themselves.*dynamic_fp8\(block=8\)"):
         jd.zero_redundancy(optax.adam(1e-3), state_compressor=int8())
+    with pytest.raises(ValueError, match=r"packs codes of several entries into the same bytes"):
+        jd.zero_redundancy(optax.adam(1e-3), state_compressor=int4(block=8))
     with pytest.raises(ValueError, match=r"use zero_redundancy\(optimizer, state_compressor="):
         jd.zero_redundancy(jd.transforms.quantized_state(optax.adam(1e-3))).init(params())
