@@ -39,6 +39,10 @@ class Codec(NamedTuple):
     name: str
 
 
+# Of `scaled`: the factor of each bucket, from its own relative error ω_x and the bound ω.
+Factor = Callable[[Array, Any], Array]
+
+
 class Compressor(NamedTuple):
     """Encodes one array as a payload and decodes it again, without state or collectives.
 
@@ -54,8 +58,9 @@ class Compressor(NamedTuple):
       codec: the variable-length form of a payload, for engines that send bytes; shapes inside jit stay as they are.
       add: `add(payload, total) -> total + decompress(payload, total)`, where most entries are zero and it is cheaper to
         touch only the others; else None.
-      shrink: `shrink(payload, x) -> payload` of an unbiased compressor that knows its error for the input at hand: the
-        payload with smaller scales, where those of `x` would be no contraction; see `scaled`.
+      shrink: `shrink(payload, x, factor) -> payload` of an unbiased compressor that knows its error for the input at
+        hand: the payload with its scales times `factor(ω_x, ω)`, from the relative error of their part of `x` and its
+        bound; see `scaled`.
       scale_free: decodes to numbers that do not depend on the magnitude of `x`, zero included (`sign`), so that a
         worker cannot be weighted, or left out, by a factor.
       description: the call that made it, such as `qsgd(4)`, for `repr` and error messages.
@@ -75,7 +80,7 @@ class Compressor(NamedTuple):
     codec: Codec | None = None
     add: Callable[[Payload, Array], Array] | None = None
     scale_free: bool = False
-    shrink: Callable[[Payload, Array], Payload] | None = None
+    shrink: Callable[[Payload, Array, Factor], Payload] | None = None
     description: str = ""
 
     def __repr__(self) -> str:
@@ -99,8 +104,8 @@ def check_compressor(compressor: Any) -> None:
 
 
 @with_description
-def scaled(compressor: Compressor) -> Compressor:
-    """Shrinks an unbiased compressor until it is a contraction, and no further: `C'(x) = s C(x)`.
+def scaled(compressor: Compressor, *, closest: bool = False) -> Compressor:
+    """Shrinks an unbiased compressor until it is a contraction: `C'(x) = s C(x)`.
 
     Error feedback needs a contraction, and what an unbiased compressor with ω > 1 loses would grow from step to step.
     With s its error is `(s² (1 + ω_x) - 2 s + 1) |x|²`, for an input whose own relative error is `ω_x <= ω`:
@@ -119,6 +124,10 @@ def scaled(compressor: Compressor) -> Compressor:
 
     On the wire: the payload of `compressor`.
 
+    Args:
+      closest: take `s = 1 / (1 + ω_x)`, which has the least error. For methods that build up a copy of something from
+        compressed differences to it (`choco`), which an error disturbs more than a delay.
+
     Examples:
       >>> from jaxdist.compressors import qsgd
       >>> code = scaled(qsgd(2, bucket=64))
@@ -131,6 +140,7 @@ def scaled(compressor: Compressor) -> Compressor:
     """
     check_compressor(compressor)
     variance, shrink = compressor.variance, compressor.shrink
+    choose = closest_factor if closest else largest_factor
     if variance is None:
         raise ValueError(
             f"scaled() needs an unbiased compressor that states its variance, got variance=None in {compressor}; "
@@ -139,7 +149,7 @@ def scaled(compressor: Compressor) -> Compressor:
     if shrink is not None:
 
         def compress(x: Array, key: PRNGKeyArray) -> Payload:
-            return shrink(compressor.compress(x, key), x)
+            return shrink(compressor.compress(x, key), x, choose)
 
         return compressor._replace(
             compress=compress, shrink=None, variance=None, contraction=lambda shape: 1.0 / (1.0 + variance(shape))
@@ -183,12 +193,18 @@ def largest_factor(own: Float[Array, "*shape"], worst: Any) -> Float[Array, "*sh
     return jnp.minimum((1.0 + jnp.sqrt(rest)) / (1.0 + own), 1.0)
 
 
-def contraction_form(compressor: Compressor) -> Compressor:
-    """The compressor to use inside error feedback: itself, or an unbiased one as far as `scaled` has to shrink it."""
+def closest_factor(own: Float[Array, "*shape"], worst: Any) -> Float[Array, "*shape"]:
+    """`1 / (1 + ω_x)`, where `s² (1 + ω_x) - 2 s + 1` is smallest."""
+    del worst
+    return 1.0 / (1.0 + own)
+
+
+def contraction_form(compressor: Compressor, *, closest: bool = False) -> Compressor:
+    """The compressor to use inside error feedback: itself, or `scaled` of an unbiased one."""
     if compressor.contraction is not None:
         return compressor
     if compressor.variance is not None:
-        return scaled(compressor)
+        return scaled(compressor, closest=closest)
     raise ValueError(NO_CONTRACTION)
 
 

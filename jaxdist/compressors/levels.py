@@ -10,7 +10,7 @@ import numpy as np
 
 from .._core.descriptions import with_description
 from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape
-from .base import Compressor
+from .base import Compressor, Factor
 from .codecs import LevelCode, levels_codec
 from .packing import pack, unpack
 from .qsgd import QuantizedPayload
@@ -94,12 +94,12 @@ def with_levels(
     def variance(shape: Shape) -> Any:
         return worst_variance(table, min(bucket, math.prod(shape)), norm)
 
-    def shrink(payload: QuantizedPayload, x: Array) -> QuantizedPayload:
+    def shrink(payload: QuantizedPayload, x: Array, factor: Factor) -> QuantizedPayload:
         ratios, _ = normalize_buckets(x, bucket, norm)
         lost = _expected_losses(jnp.abs(ratios) if zero_level else ratios, jnp.asarray(table))
         # Without a zero level the padding of the last bucket would lose something.
         lost = lost * to_buckets(jnp.ones(x.shape), bucket)
-        return payload._replace(norms=shrink_norms(payload.norms, ratios, lost, variance(x.shape)))
+        return payload._replace(norms=shrink_norms(payload.norms, ratios, lost, variance(x.shape), factor))
 
     return Compressor(compress, decompress, variance=variance, codec=codec, shrink=shrink)
 

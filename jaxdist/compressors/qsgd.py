@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
-from .base import Compressor
+from .base import Compressor, Factor
 from .codecs import LevelCode, levels_codec
 from .one_pass import in_one_pass
 from .packing import pack, unpack
@@ -116,13 +116,13 @@ def qsgd(
         root = math.sqrt(size)
         return root / levels - 1.0 if root >= 2 * levels or levels == 1 else size / (4.0 * levels**2)
 
-    def shrink(payload: QuantizedPayload, x: Array) -> QuantizedPayload:
+    def shrink(payload: QuantizedPayload, x: Array, factor: Factor) -> QuantizedPayload:
         ratios, _ = normalize_buckets(x, bucket, norm)
         levelled = jnp.abs(ratios) * levels
         part = levelled - jnp.floor(levelled)
         # (l' - r) (r - l) of the levels l = j / s and l' = (j + 1) / s around r.
         lost = part * (1.0 - part) / levels**2
-        return payload._replace(norms=shrink_norms(payload.norms, ratios, lost, variance(x.shape)))
+        return payload._replace(norms=shrink_norms(payload.norms, ratios, lost, variance(x.shape), factor))
 
     # In a kernel noise is drawn by its own function, and arrays have a power of two of words.
     fits = noise is uniform_hash and bits != 3
@@ -179,9 +179,9 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
         # The ω of `qsgd` with s = 1.
         return (math.sqrt(min(size, bucket or size)) - 1.0) / 2.0
 
-    def shrink(payload: QuantizedPayload, x: Array) -> QuantizedPayload:
+    def shrink(payload: QuantizedPayload, x: Array, factor: Factor) -> QuantizedPayload:
         code = _one_level(bucket, x.shape).shrink
-        return payload if code is None else code(payload, x)
+        return payload if code is None else code(payload, x, factor)
 
     if clip is not None:
         return Compressor(compress, decompress)

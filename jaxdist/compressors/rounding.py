@@ -12,7 +12,7 @@ from .._core.checks import check_count
 from .._core.dtypes import saturate
 from .._core.types import Array, Float, Int, Like, Shape
 from .._core.xla_quirks import hide_constants, largest_magnitude, sum_rows
-from .base import Compressor, largest_factor
+from .base import Compressor, Factor
 from .random import KeyOrStream, uniform_hash
 
 # To the nearest value (ties to even), or to one of the two neighbors at random, unbiased.
@@ -121,14 +121,15 @@ def shrink_norms(
     ratios: Float[Array, "buckets width"],
     lost: Float[Array, "buckets width"],
     worst: Any,
+    factor: Factor,
 ) -> Float[Array, " buckets"]:
-    """The norms with which unbiased codes of the ratios are a contraction, from what each ratio loses on average.
+    """The norms times `factor(ω_x, ω)`, from what each ratio of a bucket to its norm loses on average.
 
-    `ω_x = Σ lost / Σ ratio²` of each bucket, in units of its norm; the factor is that of `scaled`.
+    `ω_x = Σ lost / Σ ratio²` of each bucket, in units of its norm.
     """
     squares = sum_rows(ratios * ratios)[:, 0]
     own = sum_rows(lost)[:, 0] / jnp.where(squares == 0, 1.0, squares)
-    return norms * largest_factor(own, worst)
+    return norms * factor(own, worst)
 
 
 def whole_words(size: int, bits: int) -> int:

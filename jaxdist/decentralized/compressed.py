@@ -72,7 +72,7 @@ def choco(compressor: Compressor, *, step_size: float | int) -> Method:
     """
     if not 0 < step_size <= 1:
         raise ValueError(f"step_size must be in (0, 1], got {step_size}")
-    step = partial(_choco_step, contraction_form(compressor), step_size)
+    step = partial(_choco_step, contraction_form(compressor, closest=True), step_size)
     return Method(partial(check_undirected, method="choco"), partial(_init_copy, "public"), step, flattens=True)
 
 

@@ -73,6 +73,9 @@ def test_a_bucket_is_shrunk_as_little_as_a_contraction_allows(code, levels, norm
     # A larger factor would break the bound, or enlarge what is right on average.
     larger = (kept + 1e-3) ** 2 * (1 + own) - 2 * (kept + 1e-3) + 1
     assert ((larger > omega / (1 + omega)) | (kept > 1 - 1e-6)).all()
+    nearest = decoded(jc.scaled(code, closest=True), rows.reshape(-1)).reshape(rows.shape)
+    factors = 1 / (1 + own_error(rows, levels, norm))
+    np.testing.assert_allclose(nearest, factors[:, None] * plain, rtol=1e-4, atol=1e-6)
 
 
 def test_typical_buckets_arrive_whole():
