@@ -61,7 +61,8 @@ def qsgd(
     of norm per bucket; 4 bits with 512: 7.9 times less than float32.
 
     Args:
-      bits: 2, 3, 4 or 8, sign included. 4 to start; 8 loses next to nothing; 2 wants small buckets or error feedback.
+      bits: 2, 3, 4 or 8, sign included. 4 to start; 8 loses next to nothing; 2 wants error feedback where it is used in
+        every step (see docs/explanation/measurements.md).
       bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket: 128 to 1024.
       norm: "max", or "l2" for the theory of the paper and sparser codes.
       noise: `(key, shape) -> uniforms` in float32; `jax.random.uniform` for a reference at many times the price.
