@@ -419,10 +419,10 @@ def make_table(rows: list[dict[str, Any]]) -> str:
 def _cell(own: list[float | None] | None, base: list[float] | None) -> str:
     if own is None:
         return ""
-    if None in own:
-        return "diverges"
     if base is None:
         return f"{np.mean(own):.3f}"
+    if None in own or np.mean(own) > 2 * np.mean(base):
+        return "diverges"
     above = [100 * (x / y - 1) for x, y in zip(own, base, strict=True)]
     return f"{np.mean(above):+.1f} ±{(max(above) - min(above)) / 2:.1f} %"
 

@@ -234,11 +234,7 @@ def _schedule(update_steps: Sequence[int], every: int) -> Callable[[Array], Arra
 def _adaptive(plan: _Plan, forms: Forms | None = None) -> Reducer:
     if forms is None:
         # Inside error feedback buckets are shrunk by their error with the current levels.
-        both = [
-            _adaptive(plan._replace(code=lambda levels, c=closest: scaled(plan.code(levels), closest=c)), Forms())
-            for closest in (False, True)
-        ]
-        forms = Forms(contraction=both[0], closest=both[1])
+        forms = Forms(contraction=_adaptive(plan._replace(code=lambda levels: scaled(plan.code(levels))), Forms()))
     return from_generator(plan.name, partial(_init, plan), partial(_messages, plan), forms=forms)
 
 

@@ -118,7 +118,6 @@ class Forms(NamedTuple):
         over the workers of that many groups of this size: worker `i` gets, one after the other, the shards of the
         workers at place `i` of all groups.
       contraction: the reducer that error feedback wraps instead of this one. `None`: this one.
-      closest: the reducer that `ef21` wraps, with the least error. `None`: that of error feedback.
       no_feedback: the reason why error feedback refuses this reducer, and the fix. `None`: it does not.
       biased: the contraction δ, as a function of the shape, of a biased code whose error is lost. `None`: the mean is
         unbiased, or what it misses is kept for later.
@@ -133,7 +132,6 @@ class Forms(NamedTuple):
     messages: Callable[..., Protocol] | None = None
     shards: "Callable[[int], Reducer] | None" = None
     contraction: "Reducer | None" = None
-    closest: "Reducer | None" = None
     no_feedback: str | None = None
     biased: Callable[[Shape], Any] | None = None
     weighted: bool | None = False
@@ -269,14 +267,11 @@ def forward_forms(rebuild: Callable[..., Reducer], *inner: Reducer, shards: bool
     for reducer in inner:
         check_reducer(reducer)
     contractions = [reducer.forms.contraction for reducer in inner]
-    closest = [reducer.forms.closest or reducer.forms.contraction for reducer in inner]
     reasons = [reducer.forms.no_feedback for reducer in inner if reducer.forms.no_feedback is not None]
-
-    def rebuild_with(forms: Sequence[Reducer | None]) -> Reducer | None:
-        if all(form is None for form in forms):
-            return None
+    contraction = None
+    if any(form is not None for form in contractions):
         # What has no form of its own goes into error feedback as it is.
-        return rebuild(*(whole if form is None else form for whole, form in zip(inner, forms)))
+        contraction = rebuild(*(whole if form is None else form for whole, form in zip(inner, contractions)))
 
     def rebuild_shards(groups: int) -> Reducer:
         return rebuild(*(shards_of(reducer, groups) for reducer in inner))
@@ -287,8 +282,7 @@ def forward_forms(rebuild: Callable[..., Reducer], *inner: Reducer, shards: bool
     weighted, no_examples = _weights_of(inner)
     return Forms(
         shards=shards_form,
-        contraction=rebuild_with(contractions),
-        closest=rebuild_with(closest),
+        contraction=contraction,
         no_feedback=reason,
         biased=least_contraction(*inner),
         weighted=weighted,
@@ -313,8 +307,7 @@ def forms_of(compressor: Compressor, rebuild: Callable[[Compressor], Reducer]) -
         return Forms(biased=compressor.contraction)
     if compressor.variance is None:
         return Forms(no_feedback=NO_CONTRACTION, no_examples=NO_MAGNITUDES if compressor.scale_free else None)
-    forms = (rebuild(contraction_form(compressor, closest=closest)) for closest in (False, True))
-    return Forms(contraction=next(forms), closest=next(forms))
+    return Forms(contraction=rebuild(contraction_form(compressor)))
 
 
 MIXED_WEIGHTS = (
@@ -328,8 +321,8 @@ NO_MAGNITUDES = (
 HAS_FEEDBACK = "this reducer has error feedback already; use it once, around the reducer that compresses"
 
 
-def contraction_of(reducer: Reducer, *, closest: bool = False) -> Reducer:
-    """The form of a reducer to put inside error feedback, or inside `ef21` (`closest`); raises if it has none."""
+def contraction_of(reducer: Reducer) -> Reducer:
+    """The form of a reducer to put inside error feedback; raises if it has none."""
     check_reducer(reducer)
     if reducer.forms.no_feedback is not None:
         raise ValueError(reducer.forms.no_feedback)
@@ -339,8 +332,7 @@ def contraction_of(reducer: Reducer, *, closest: bool = False) -> Reducer:
             "two_shot of a biased code with server_feedback=False) does not say; use it without feedback, or two_shot "
             "with its server residual"
         )
-    form = (closest and reducer.forms.closest) or reducer.forms.contraction
-    return reducer if form is None else form
+    return reducer if reducer.forms.contraction is None else reducer.forms.contraction
 
 
 def shards_of(reducer: Reducer, groups: int = 1, *, advice: str = "reduce in full") -> Reducer:

@@ -269,8 +269,7 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
     updates.
 
     Args:
-      reducer: compresses the change; a contraction, as in `error_feedback`. An unbiased code is shrunk to the least
-        error (`scaled(closest=True)`), and at 2 bits it is still behind the code alone.
+      reducer: compresses the change; a contraction, as in `error_feedback`. Around unbiased codes it gains nothing.
       eta: the weight of the new gradient, in (0, 1]. Lower averages more noise away and follows more slowly; start at
         0.1 with small batches, 1 with full gradients.
 
@@ -293,7 +292,7 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
     """
     if not 0 < eta <= 1:
         raise ValueError(f"eta must be in (0, 1], got {eta}")
-    inner = contraction_of(reducer, closest=True)
+    inner = contraction_of(reducer)
     if inner.law == Law.UNBIASED:
         raise ValueError(
             "ef21 adds what arrives to its mean, and the noise of a reducer of Law.UNBIASED would pile up in it: "

@@ -92,8 +92,8 @@ def two_shot(
       compressor: compresses a chunk for the worker that averages it.
       second: compresses the mean of a chunk; the same compressor by default. A finer one costs few bytes.
       server_feedback: keep the error of `second`. `"auto"`: unless it is unbiased. `True` around `qsgd(4)` halves what
-        a two-shot costs in every step, for the memory of the residual; at 2 bits it saves a third. `False` with a biased
-        compressor (often done with 8-bit rounding) leaves its bias in the model, and error feedback refuses it.
+        a two-shot costs in every step, for the memory of the residual; at 2 bits it saves a third. `False` with a
+        biased compressor (often done with 8-bit rounding) leaves its bias in the model, and error feedback refuses it.
 
     Raises:
       ValueError: server feedback with a compressor that states neither its contraction nor its variance.

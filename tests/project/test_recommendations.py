@@ -1,9 +1,11 @@
 """What pages and examples recommend with a memory of errors is no worse than the same reducer without one."""
 
+import argparse
 import ast
 import itertools
 import json
 import re
+import runpy
 from functools import cache
 from typing import NamedTuple
 
@@ -121,6 +123,20 @@ def test_a_memory_around_an_unbiased_code_is_in_the_report():
                 assert not is_worse(own, other, 0.002), (line.text, line.page, place, optimizer)
         seen += 1
     assert seen
+
+
+def test_the_report_has_the_table_of_its_rows_and_its_script_makes_each_of_them(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    script = runpy.run_path(str(REPOSITORY / "benchmarks/quality/feedback.py"))
+    rows = script["read_rows"](TABLE)
+    table = script["make_table"](rows)
+    assert TABLE.with_suffix(".md").read_text() == table + "\n"
+    assert "| 4 | qsgd, 4 bits | the code alone | +0.0" in table
+    forms = {(row["code"], row["form"]) for row in rows if row["place"] != "gossip"}
+    assert all(isinstance(script["make_reducer"](*pair), jd.reducers.Reducer) for pair in forms)
+    asked = argparse.Namespace(places=["diloco", "gossip"], workers=[4])
+    chosen = [*script["runs"](asked)]
+    assert len(chosen) == len(set(chosen)) > 50
 
 
 # --- a small run of each line ---
