@@ -186,7 +186,7 @@ def largest_factor(own: Float[Array, "*shape"], worst: Any) -> Float[Array, "*sh
     Examples:
       >>> import jax.numpy as jnp
       >>> [round(s, 3) for s in largest_factor(jnp.array([0.0, 1.6, 10.8]), 10.8).tolist()]
-      [1.0, 0.726, 0.085]
+      [1.0, 0.724, 0.085]
     """
     # Rounding may bring the own error above the worst one.
     rest = jnp.maximum(1.0 - (1.0 + own) / (1.0 + worst), 0.0)
