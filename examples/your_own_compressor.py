@@ -47,7 +47,7 @@ def main():
     assert_reducer_laws(jd.compressed(ternary()))
     print("the laws hold: unbiased, within its variance, fine with empty, scalar and zero arrays, in every dtype")
 
-    # In training, simulated for eight workers on one device. Feedback scales an unbiased code by 1/(1+ω).
+    # In training, simulated for eight workers on one device. Feedback shrinks an unbiased code: see `scaled`.
     target = jax.random.normal(jax.random.key(1), (100,))
 
     def loss_fn(w, batch):

@@ -1,4 +1,4 @@
-"""The cost of compression in accuracy: four simulated workers, real digits, equal seeds and batches.
+"""The cost of compression in accuracy: simulated workers, real digits and text, equal seeds and batches.
 
 python benchmarks/quality low_rank --out benchmarks/reports/NAME
 """
@@ -12,6 +12,7 @@ from common import run_subcommand
 SUBCOMMANDS = {
     "low_rank": "low rank, top-k, signs and Accordion: accuracy and bytes",
     "levels": "adapted levels beside fixed ones: accuracy, loss and the error of the mean",
+    "feedback": "codes with and without a memory of their errors, in steps, rounds and gossip: held-out loss",
     "batches": "Accordion's batches beside small and large ones: accuracy and updates",
 }
 

@@ -3,7 +3,6 @@
 `scaled` makes a contraction (EF21), `chained` sparsifies and quantizes (Qsparse).
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,6 +39,10 @@ class Codec(NamedTuple):
     name: str
 
 
+# Of `scaled`: the factor of each bucket, from its own relative error ω_x and the bound ω.
+Factor = Callable[[Array, Any], Array]
+
+
 class Compressor(NamedTuple):
     """Encodes one array as a payload and decodes it again, without state or collectives.
 
@@ -55,6 +58,9 @@ class Compressor(NamedTuple):
       codec: the variable-length form of a payload, for engines that send bytes; shapes inside jit stay as they are.
       add: `add(payload, total) -> total + decompress(payload, total)`, where most entries are zero and it is cheaper to
         touch only the others; else None.
+      shrink: `shrink(payload, x, factor) -> payload` of an unbiased compressor that knows its error for the input at
+        hand: the payload with its scales times `factor(ω_x, ω)`, from the relative error of their part of `x` and its
+        bound; see `scaled`.
       scale_free: decodes to numbers that do not depend on the magnitude of `x`, zero included (`sign`), so that a
         worker cannot be weighted, or left out, by a factor.
       description: the call that made it, such as `qsgd(4)`, for `repr` and error messages.
@@ -74,12 +80,15 @@ class Compressor(NamedTuple):
     codec: Codec | None = None
     add: Callable[[Payload, Array], Array] | None = None
     scale_free: bool = False
+    shrink: Callable[[Payload, Array, Factor], Payload] | None = None
     description: str = ""
 
     def __repr__(self) -> str:
         return self.description or f"Compressor{tuple(self)}"
 
 
+# Up to this ω an unbiased compressor is a contraction as it is, with a δ of at least a half.
+SMALL = 0.5
 NO_CONTRACTION = (
     "error feedback needs a contraction, and this compressor states neither its contraction δ nor its variance ω: "
     "give the Compressor one of them, or use it without feedback"
@@ -95,14 +104,29 @@ def check_compressor(compressor: Any) -> None:
 
 
 @with_description
-def scaled(compressor: Compressor) -> Compressor:
-    """Shrinks the decoded arrays of an unbiased compressor: `C'(x) = C(x) / (1 + ω)`, δ = 1 / (1 + ω).
+def scaled(compressor: Compressor, *, closest: bool = False) -> Compressor:
+    """Shrinks an unbiased compressor until it is a contraction: `C'(x) = s C(x)`.
 
-    Error feedback needs a contraction, and an unbiased compressor with ω > 1 enlarges its input on average. Shrinking
-    makes it biased, which the feedback corrects. Entries that an unbiased compressor cuts off at the largest float are
-    shrunk as well, and lose more than δ says.
+    Error feedback needs a contraction, and what an unbiased compressor with ω > 1 loses would grow from step to step.
+    With s its error is `(s² (1 + ω_x) - 2 s + 1) |x|²`, for an input whose own relative error is `ω_x <= ω`:
+
+    - `qsgd`, `with_levels` and their kin know ω_x of each bucket. They take the largest `s <= 1` with which the error
+      is at most that of the worst input, `ω / (1 + ω)`:
+
+          s = min(1, (1 + sqrt(1 - (1 + ω_x) / (1 + ω))) / (1 + ω_x)),   δ = 1 / (1 + ω)
+
+      That is 1 for typical buckets at 3 bits and more, and 0.73 for a Gaussian one at 2 bits, where `1 / (1 + ω)` is
+      0.08. A smaller factor delivers late what is there to be delivered, and optimizers with momentum suffer from it.
+    - Others have one factor for all inputs: 1 with `δ = 1 - ω` where `ω <= 1/2`, else `s = δ = 1 / (1 + ω)`.
+
+    What is shrunk is biased, which the feedback corrects. Entries that an unbiased compressor cuts off at the largest
+    float may lose more than δ says.
 
     On the wire: the payload of `compressor`.
+
+    Args:
+      closest: take `s = 1 / (1 + ω_x)`, which has the least error. For methods that build up a copy of something from
+        compressed differences to it (`choco`), which an error disturbs more than a delay.
 
     Examples:
       >>> from jaxdist.compressors import qsgd
@@ -112,37 +136,75 @@ def scaled(compressor: Compressor) -> Compressor:
 
     References:
       P. Richtarik et al., "EF21: a new, simpler, theoretically better, and practically faster error feedback",
-      arXiv:2106.05203, 2021.
+      arXiv:2106.05203, 2021 (`s = 1 / (1 + ω)`).
     """
     check_compressor(compressor)
-    variance = compressor.variance
+    variance, shrink = compressor.variance, compressor.shrink
+    choose = closest_factor if closest else largest_factor
     if variance is None:
         raise ValueError(
             f"scaled() needs an unbiased compressor that states its variance, got variance=None in {compressor}; "
             "pass a compressor with a contraction to error feedback as it is"
         )
+    if shrink is not None:
+
+        def compress(x: Array, key: PRNGKeyArray) -> Payload:
+            return shrink(compressor.compress(x, key), x, choose)
+
+        return compressor._replace(
+            compress=compress, shrink=None, variance=None, contraction=lambda shape: 1.0 / (1.0 + variance(shape))
+        )
 
     def decompress(payload: Payload, like: Like) -> Array:
         # At least float32, so that half-precision entries are rounded once.
         wide = jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
-        factor = jnp.asarray(contraction(like.shape), wide.dtype)
+        factor = jnp.asarray(_factor_kept(variance(like.shape)), wide.dtype)
         decoded = compressor.decompress(payload, wide)
         return saturate(decoded * factor, like.dtype, jnp.isfinite(decoded))
 
     # A traced ω gives a traced δ.
     def contraction(shape: Shape) -> Any:
-        return 1.0 / (1.0 + variance(shape))
+        omega = variance(shape)
+        # s² (1 + ω) - 2 s + 1 is ω for s = 1, and ω / (1 + ω) for s = 1 / (1 + ω).
+        return _where(omega <= SMALL, 1.0 - omega, _factor_kept(omega))
 
     return compressor._replace(decompress=decompress, add=None, variance=None, contraction=contraction)
 
 
-def contraction_form(compressor: Compressor) -> Compressor:
-    """The compressor to use inside error feedback: itself, or an unbiased one scaled by `1/(1+ω)`."""
+def _factor_kept(omega: Any) -> Any:
+    return _where(omega <= SMALL, 1.0, 1.0 / (1.0 + omega))
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    """`jnp.where` of what is traced, a choice between floats otherwise."""
+    return jnp.where(condition, x, y) if isinstance(condition, jax.Array) else x if condition else y
+
+
+def largest_factor(own: Float[Array, "*shape"], worst: Any) -> Float[Array, "*shape"]:
+    """The largest `s <= 1` with `s² (1 + ω_x) - 2 s + 1 <= ω / (1 + ω)`, from an input's own ω_x and the worst, ω.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> [round(s, 3) for s in largest_factor(jnp.array([0.0, 1.6, 10.8]), 10.8).tolist()]
+      [1.0, 0.724, 0.085]
+    """
+    # Rounding may bring the own error above the worst one.
+    rest = jnp.maximum(1.0 - (1.0 + own) / (1.0 + worst), 0.0)
+    return jnp.minimum((1.0 + jnp.sqrt(rest)) / (1.0 + own), 1.0)
+
+
+def closest_factor(own: Float[Array, "*shape"], worst: Any) -> Float[Array, "*shape"]:
+    """`1 / (1 + ω_x)`, where `s² (1 + ω_x) - 2 s + 1` is smallest."""
+    del worst
+    return 1.0 / (1.0 + own)
+
+
+def contraction_form(compressor: Compressor, *, closest: bool = False) -> Compressor:
+    """The compressor to use inside error feedback: itself, or `scaled` of an unbiased one."""
     if compressor.contraction is not None:
         return compressor
-    # With `E|C(x) - x|² <= ω|x|²`, `C(x) / (1 + ω)` is a contraction with `δ = 1 / (1 + ω)`.
     if compressor.variance is not None:
-        return scaled(compressor)
+        return scaled(compressor, closest=closest)
     raise ValueError(NO_CONTRACTION)
 
 
@@ -153,8 +215,7 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
     With δ, ω of the sparse compressor for d entries and δ', ω' of the dense one for its k values:
 
     - contraction, then contraction: `δ δ'`, since the error of the values and the dropped entries are disjoint;
-    - contraction, then unbiased: `(1 - ω') δ`; from ω' = 1 on the dense compressor is shrunk by `1 / (1 + ω')`, for
-      `δ / (1 + ω')`;
+    - contraction, then unbiased: the same, with `scaled` of the dense compressor;
     - unbiased, then unbiased: ω'' = `(1 + ω) (1 + ω') - 1`.
 
     An unbiased sparse compressor with a biased dense one would be neither, and is refused.
@@ -196,6 +257,8 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
             "an unbiased sparse compressor and a biased dense one are neither unbiased nor a contraction together: "
             "give the biased form of the sparse one (top_k, random_k(density)), or an unbiased dense one"
         )
+    if sparse.contraction is not None and dense.variance is not None:
+        dense = scaled(dense)
     # Both or neither: an average of values needs one seed, and one of the values' codes.
     summable = sparse.summable and dense.summable
     pair = _Pair(sparse, dense)
@@ -232,15 +295,7 @@ def _add(pair: _Pair, add: Callable[[Payload, Array], Array], payload: Payload, 
 def _with_values(pair: _Pair, payload: Payload, like: Like) -> Payload:
     """The payload of the sparse compressor alone, for an array with the shape and dtype of `like`."""
     values = _payload_like(pair.sparse, like).values
-    decoded = pair.dense.decompress(payload.values, values)
-    # An unbiased code with ω' >= 1 may keep less than nothing: it is shrunk to a contraction.
-    if pair.sparse.contraction is not None and pair.dense.variance is not None:
-        is_wide, shrunk = pair.dense.variance(values.shape) >= 1, partial(scaled(pair.dense).decompress, payload.values)
-        if isinstance(is_wide, jax.Array):  # levels that change in training have a traced ω'
-            decoded = jnp.where(is_wide, shrunk(values), decoded)
-        elif is_wide:
-            decoded = shrunk(values)
-    return payload._replace(values=decoded)
+    return payload._replace(values=pair.dense.decompress(payload.values, values))
 
 
 def _laws(pair: _Pair) -> dict[str, Callable[[Shape], float]]:
@@ -253,23 +308,10 @@ def _laws(pair: _Pair) -> dict[str, Callable[[Shape], float]]:
     if sparse.variance is not None and dense.variance is not None:
         omega, dense_omega = sparse.variance, dense.variance
         return {"variance": lambda shape: (1.0 + omega(shape)) * (1.0 + dense_omega(values_shape(shape))) - 1.0}
-    delta = sparse.contraction
-    if delta is not None and dense.variance is not None:
-        dense_omega = dense.variance
-        return {"contraction": lambda shape: delta(shape) * _share_kept(dense_omega(values_shape(shape)))}
-    if delta is not None and dense.contraction is not None:
-        dense_delta = dense.contraction
+    delta, dense_delta = sparse.contraction, dense.contraction
+    if delta is not None and dense_delta is not None:
         return {"contraction": lambda shape: delta(shape) * dense_delta(values_shape(shape))}
     return {}
-
-
-def _share_kept(omega: Any) -> Any:
-    """The δ of an unbiased compressor with this variance, which may be traced, shrunk if it is 1 or more."""
-    if isinstance(omega, jax.Array):
-        return jnp.where(omega < 1, 1.0 - omega, 1.0 / (1.0 + omega))
-    if not math.isfinite(omega):
-        return 0.0
-    return 1.0 - omega if omega < 1 else 1.0 / (1.0 + omega)
 
 
 def _payload_like(compressor: Compressor, like: Like) -> Any:

@@ -55,7 +55,7 @@ def gspar(
     On the wire: k values in the dtype of x, and their positions as in `top_k`.
 
     Args:
-      density: the share that is kept, in (0, 1]. Start at 0.1, without error feedback; inside it, `top_k` loses less.
+      density: the share that is kept, in (0, 1]. Start at 0.1, without error feedback.
       variance: ε, above 0; in place of the density.
       code: how islands and asynchronous rules send a payload, see `Codec`: "two_part", the code of the paper, with
         values for the certain entries and `1 / λ` once for all others, or "entropy", about half as long. All others are

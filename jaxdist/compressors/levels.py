@@ -11,12 +11,12 @@ import numpy as np
 from .._core.descriptions import with_description
 from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape
 from .._core.xla_quirks import largest_entry, smallest_entry
-from .base import Compressor
+from .base import Compressor, Factor
 from .codecs import LevelCode, levels_codec
 from .packing import pack, unpack
 from .qsgd import QuantizedPayload
 from .random import Noise, uniform_hash
-from .rounding import check_buckets, from_buckets, normalize_buckets, to_buckets, whole_words
+from .rounding import check_buckets, from_buckets, normalize_buckets, shrink_norms, to_buckets, whole_words
 
 # Up to this number of levels, comparisons with all of them are faster than a binary search, whose look-ups CPUs do not
 # vectorize.
@@ -95,7 +95,14 @@ def with_levels(
     def variance(shape: Shape) -> Any:
         return worst_variance(table, min(bucket, math.prod(shape)), norm)
 
-    return Compressor(compress, decompress, variance=variance, codec=codec)
+    def shrink(payload: QuantizedPayload, x: Array, factor: Factor) -> QuantizedPayload:
+        ratios, _ = normalize_buckets(x, bucket, norm)
+        lost = _expected_losses(jnp.abs(ratios) if zero_level else ratios, jnp.asarray(table))
+        # Without a zero level the padding of the last bucket would lose something.
+        lost = lost * to_buckets(jnp.ones(x.shape), bucket)
+        return payload._replace(norms=shrink_norms(payload.norms, ratios, lost, variance(x.shape), factor))
+
+    return Compressor(compress, decompress, variance=variance, codec=codec, shrink=shrink)
 
 
 @with_description
@@ -210,13 +217,19 @@ def expected_variance(
     """
     ratios, norms = normalize_buckets(x, bucket, norm)
     ratios = jnp.abs(ratios) if zero_level else ratios
-    table = jnp.asarray(levels, jnp.float32)
-    below = level_below(ratios, table)
-    squares = (table[below + 1] - ratios) * (ratios - table[below])
+    squares = _expected_losses(ratios, jnp.asarray(levels, jnp.float32))
     # The padding of the last bucket does not count.
     real = to_buckets(jnp.ones(x.shape), bucket)
     # Squared last: norms may be so large that their squares overflow.
     return jnp.sum((jnp.sqrt(jnp.sum(squares * real, axis=1)) * norms[:, 0]) ** 2)
+
+
+def _expected_losses(
+    ratios: Float[Array, "buckets width"], levels: Float[Array, " levels"]
+) -> Float[Array, "buckets width"]:
+    """`(h - r) (r - l)` of the levels `l <= r <= h` around each ratio."""
+    below = level_below(ratios, levels)
+    return (levels[below + 1] - ratios) * (ratios - levels[below])
 
 
 def level_below(ratios: Float[Array, "..."], levels: Float[Array, " levels"]) -> Int[Array, "..."]:

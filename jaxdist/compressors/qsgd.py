@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
-from .base import Compressor
+from .base import Compressor, Factor
 from .codecs import LevelCode, levels_codec
 from .one_pass import in_one_pass
 from .packing import pack, unpack
@@ -19,6 +19,7 @@ from .rounding import (
     from_unit,
     normalize_buckets,
     norms_of,
+    shrink_norms,
     to_buckets,
     to_unit,
     whole_words,
@@ -60,7 +61,8 @@ def qsgd(
     of norm per bucket; 4 bits with 512: 7.9 times less than float32.
 
     Args:
-      bits: 2, 3, 4 or 8, sign included. 4 to start; 8 loses next to nothing; 2 wants small buckets or error feedback.
+      bits: 2, 3, 4 or 8, sign included. 4 to start; 8 loses next to nothing; 2 wants error feedback where it is used in
+        every step (see docs/explanation/measurements.md).
       bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket: 128 to 1024.
       norm: "max", or "l2" for the theory of the paper and sparser codes.
       noise: `(key, shape) -> uniforms` in float32; `jax.random.uniform` for a reference at many times the price.
@@ -115,9 +117,19 @@ def qsgd(
         root = math.sqrt(size)
         return root / levels - 1.0 if root >= 2 * levels or levels == 1 else size / (4.0 * levels**2)
 
+    def shrink(payload: QuantizedPayload, x: Array, factor: Factor) -> QuantizedPayload:
+        ratios, _ = normalize_buckets(x, bucket, norm)
+        levelled = jnp.abs(ratios) * levels
+        part = levelled - jnp.floor(levelled)
+        # (l' - r) (r - l) of the levels l = j / s and l' = (j + 1) / s around r.
+        lost = part * (1.0 - part) / levels**2
+        return payload._replace(norms=shrink_norms(payload.norms, ratios, lost, variance(x.shape), factor))
+
     # In a kernel noise is drawn by its own function, and arrays have a power of two of words.
     fits = noise is uniform_hash and bits != 3
-    return Compressor(in_one_pass(compress, bucket) if fits else compress, decompress, variance=variance, codec=codec)
+    return Compressor(
+        in_one_pass(compress, bucket) if fits else compress, decompress, variance=variance, codec=codec, shrink=shrink
+    )
 
 
 @with_description
@@ -168,7 +180,13 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
         # The ω of `qsgd` with s = 1.
         return (math.sqrt(min(size, bucket or size)) - 1.0) / 2.0
 
-    return Compressor(compress, decompress, variance=variance if clip is None else None)
+    def shrink(payload: QuantizedPayload, x: Array, factor: Factor) -> QuantizedPayload:
+        code = _one_level(bucket, x.shape).shrink
+        return payload if code is None else code(payload, x, factor)
+
+    if clip is not None:
+        return Compressor(compress, decompress)
+    return Compressor(compress, decompress, variance=variance, shrink=shrink)
 
 
 def _one_level(bucket: int | None, shape: Shape) -> Compressor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from .._core.checks import check_count
 from .._core.dtypes import saturate
 from .._core.types import Array, Float, Int, Like, Shape
 from .._core.xla_quirks import hide_constants, largest_magnitude, sum_rows
-from .base import Compressor
+from .base import Compressor, Factor
 from .random import KeyOrStream, uniform_hash
 
 # To the nearest value (ties to even), or to one of the two neighbors at random, unbiased.
@@ -116,6 +116,22 @@ def normalize_buckets(x: Array, bucket: int, norm: str) -> tuple[Float[Array, "b
     # The clip keeps ratios from exceeding 1 by a rounding error.
     ratios = jnp.clip(scaled.rows / jnp.where(norms == 0, 1.0, norms), -1.0, 1.0)
     return ratios, from_unit(norms, scaled.unit)
+
+
+def shrink_norms(
+    norms: Float[Array, " buckets"],
+    ratios: Float[Array, "buckets width"],
+    lost: Float[Array, "buckets width"],
+    worst: Any,
+    factor: Factor,
+) -> Float[Array, " buckets"]:
+    """The norms times `factor(ω_x, ω)`, from what each ratio of a bucket to its norm loses on average.
+
+    `ω_x = Σ lost / Σ ratio²` of each bucket, in units of its norm.
+    """
+    squares = sum_rows(ratios * ratios)[:, 0]
+    own = sum_rows(lost)[:, 0] / jnp.where(squares == 0, 1.0, squares)
+    return norms * factor(own, worst)
 
 
 def whole_words(size: int, bits: int) -> int:

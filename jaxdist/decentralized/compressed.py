@@ -35,8 +35,8 @@ def choco(compressor: Compressor, *, step_size: float | int) -> Method:
 
         x_i += u_i;   x_i += γ Σ_j W_ij (x̂_j - x̂_i);   q_i = C(x_i - x̂_i), sent;   x̂_i += q_i
 
-    Compression errors stay in `x - x̂` and are sent later, so any contraction works; unbiased compressors are scaled by
-    `1/(1+ω)`. The mean of all models changes by the steps `u` alone, whatever the compressor.
+    Compression errors stay in `x - x̂` and are sent later, so any contraction works; unbiased compressors are shrunk to
+    one (`compressors.scaled`). The mean of all models changes by the steps `u` alone, whatever the compressor.
 
     *Topologies*: static, with symmetric weights.
 
@@ -72,7 +72,7 @@ def choco(compressor: Compressor, *, step_size: float | int) -> Method:
     """
     if not 0 < step_size <= 1:
         raise ValueError(f"step_size must be in (0, 1], got {step_size}")
-    step = partial(_choco_step, contraction_form(compressor), step_size)
+    step = partial(_choco_step, contraction_form(compressor, closest=True), step_size)
     return Method(partial(check_undirected, method="choco"), partial(_init_copy, "public"), step, flattens=True)
 
 

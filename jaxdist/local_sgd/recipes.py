@@ -49,7 +49,7 @@ def local_sgd(
     other steps nothing. *State* and other arguments: as `local_steps`.
 
     Args:
-      sync_period: `H`. Start at 8; plain averaging degrades above 16 or so.
+      sync_period: `H`. Start at 8; longer rounds lose more, which `diloco` loses less of.
 
     Examples:
       >>> import optax, jaxdist as jd

@@ -122,7 +122,7 @@ def local_slow_momentum(
         # An inactive worker still mixes models.
         if has_models(state.inner) and taken is not None:
             passed, taken = {**passed, "active": taken}, None
-        steps, inner_state = inner_step(inner, updates, state.inner, params, taken=taken, **passed)
+        steps, inner_state = inner_step(inner, updates, state.inner, params, axis=axis, taken=taken, **passed)
         since = state.since + 1
         rates = state.rates + jnp.asarray(given.get("learning_rate", 0.0), jnp.float32)
         due = since >= period_at(sync_period, state.count)

@@ -99,7 +99,7 @@ def dion(
 
     Args:
       learning_rate: `η`, a number or a schedule. The size of updates does not depend on the gradient's, so that one
-        rate serves layers of all widths; start at 0.01.
+        rate serves layers of all widths; start at 0.03.
       rank: `r`, at most `min(n, m)`. Higher follows the momentum better; give this or `rank_fraction`.
       rank_fraction: `r` as a part of `min(n, m)`, rounded up. 1 is full rank, 1/4 is nearly as good on large models.
       momentum: `μ`. With full rank the momentum is `μ M` after each step.

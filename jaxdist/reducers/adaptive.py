@@ -105,9 +105,8 @@ def alq(
 
     *State* (replicated): a key, a count and the levels. A gradient of zeros, or one with NaN or infinity, leaves them.
 
-    Inside `error_feedback` payloads are scaled by `1 / (1 + ω)` with the ω of the current levels. It holds for the
-    worst bucket and shrinks typical ones far too much: prefer the reducer without feedback, which is unbiased. Inside
-    `bucketed`, which sends several pieces, each piece has its own levels.
+    Inside `error_feedback` buckets are shrunk by their error with the current levels (`compressors.scaled`), typical
+    ones hardly. Inside `bucketed`, which sends several pieces, each piece has its own levels.
 
     Args:
       bits: 2, 3 or 4 for each entry. 3 to start.
@@ -234,7 +233,7 @@ def _schedule(update_steps: Sequence[int], every: int) -> Callable[[Array], Arra
 
 def _adaptive(plan: _Plan, forms: Forms | None = None) -> Reducer:
     if forms is None:
-        # Inside error feedback payloads are scaled by 1/(1+ω), with the ω of the current levels.
+        # Inside error feedback buckets are shrunk by their error with the current levels.
         forms = Forms(contraction=_adaptive(plan._replace(code=lambda levels: scaled(plan.code(levels))), Forms()))
     return from_generator(plan.name, partial(_init, plan), partial(_messages, plan), forms=forms)
 

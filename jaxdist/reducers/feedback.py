@@ -62,8 +62,9 @@ def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_
     """Adds to each update what earlier ones left behind: `v = x + e`, `mean, own = reduce(v)`, `e = v - own`.
 
     The outputs then telescope: their sum plus the mean residual is the sum of the inputs. Feedback needs a contraction;
-    an unbiased code (`qsgd`, `random_k(unbiased=True)`) is scaled by `1/(1+ω)` inside, since it would expand the error.
-    Around a reducer that is merely unbiased (`two_shot(qsgd(4))`) the same holds up to the noise on the way back.
+    an unbiased code (`qsgd`, `random_k(unbiased=True)`) could expand the error, and is shrunk inside as far as that
+    takes (`compressors.scaled`): typical buckets of `qsgd` with 3 bits or more are not shrunk at all. Around a reducer
+    that is merely unbiased (`two_shot(qsgd(4))`) the same holds up to the noise on the way back.
     In a round of `local_steps`, a worker without examples sends zeros and keeps its residual until it takes part again.
 
     *On the wire*: what the reducer sends.
@@ -182,7 +183,8 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
     *State*: that of the reducer, a replicated count, and per worker about one byte for each entry of the updates.
 
     Args:
-      reducer: what to correct; the paper's is `two_shot` of a 4-bit code. An unbiased code is scaled to a contraction.
+      reducer: what to correct; the paper's is `two_shot` of a 4-bit code. An unbiased code is shrunk as in
+        `error_feedback`.
       beta: higher is smoother and slower to return what was lost; 0 is plain error feedback with an 8-bit memory.
       reset_every: steps after which `e` starts from zero.
       block: entries that share a scale. Smaller follows uneven leaves better and costs `4/block` bytes an entry.
@@ -268,7 +270,7 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
     updates.
 
     Args:
-      reducer: compresses the change; a contraction, as in `error_feedback`.
+      reducer: compresses the change; a contraction, as in `error_feedback`. Around unbiased codes it gains nothing.
       eta: the weight of the new gradient, in (0, 1]. Lower averages more noise away and follows more slowly; start at
         0.1 with small batches, 1 with full gradients.
 

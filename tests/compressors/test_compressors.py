@@ -337,7 +337,7 @@ def test_qsgd_checks_its_arguments():
         jc.qsgd(4, bucket=0)
 
 
-# scaled_sign and scaled
+# scaled_sign
 
 
 def test_scaled_sign_oracles():
@@ -355,25 +355,6 @@ def test_scaled_sign_of_zero_is_plus():
     out = decoded(jc.scaled_sign(), np.array([0.0, -0.0, -2.0], np.float32))
     assert (out[:2] > 0).all()
     assert out[2] < 0
-
-
-def test_scaled_shrinks_by_the_variance():
-    code = jc.qsgd(2, bucket=64)
-    shrunk = jc.scaled(code)
-    omega = code.variance((200,))
-    x = heavy_tailed(200)
-    np.testing.assert_allclose(decoded(shrunk, x), decoded(code, x) / (1 + omega), rtol=1e-6)
-    assert shrunk.variance is None
-    assert shrunk.contraction((200,)) == 1 / (1 + omega)
-    kept = jc.scaled(jc.random_k(0.25, unbiased=True))
-    assert kept.summable
-    assert kept.shared_key
-    np.testing.assert_allclose(decoded(kept, x), decoded(jc.random_k(0.25), x), rtol=1e-6)
-
-
-def test_scaled_needs_a_variance():
-    with pytest.raises(ValueError, match="variance"):
-        jc.scaled(jc.top_k(0.1))
 
 
 # The laws themselves: each catches the code that breaks it

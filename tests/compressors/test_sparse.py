@@ -155,7 +155,7 @@ def test_chained_constants():
     omega = qsgd.variance((100,))
     assert omega < 1 < jc.qsgd(2, bucket=64).variance((100,))
     assert jc.chained(jc.top_k(0.1), half).contraction(shape) == 0.1 * half.contraction((100,))
-    assert jc.chained(jc.top_k(0.1), qsgd).contraction(shape) == 0.1 * (1 - omega)
+    assert jc.chained(jc.top_k(0.1), qsgd).contraction(shape) == 0.1 / (1 + omega)
     shrunk = jc.chained(jc.top_k(0.1), jc.qsgd(2, bucket=64))
     assert shrunk.contraction(shape) == 0.1 / (1 + jc.qsgd(2, bucket=64).variance((100,)))
     both = jc.chained(jc.gspar(0.1), qsgd)

@@ -130,18 +130,25 @@ def test_weights_decide_which_buckets_count():
 
 
 def test_feedback_scales_by_the_levels_of_now():
-    x = jnp.asarray(heavy(128))
-    reducer = jd.reducers.alq(3, bucket=64, norm="l2")
+    """Equal entries are bad for levels that were fitted to others: the factor is that of these levels."""
+    first, second = jnp.asarray(heavy(128)), jnp.ones(128)
+    reducer = jd.reducers.alq(2, bucket=64, norm="l2")
 
     @jax.jit
-    def run(x):
-        both = (form.reduce(x, form.init(x), jd.comm.alone()) for form in (reducer.forms.contraction, reducer))
-        return [(reduced.own, state.levels) for reduced, state in both]
+    def run(x, y):
+        states = [form.reduce(x, form.init(x), jd.comm.alone())[1] for form in (reducer.forms.contraction, reducer)]
+        forms = zip((reducer.forms.contraction, reducer), states, strict=True)
+        return [form.reduce(y, state, jd.comm.alone())[0].own for form, state in forms], states[0].levels
 
-    (shrunk, levels), (plain, _) = run(x)
-    omega = worst_variance(np.asarray(levels), 64, "l2")
-    assert omega > 0.2
-    np.testing.assert_allclose(shrunk * (1 + omega), plain, rtol=1e-4)
+    (shrunk, plain), levels = run(first, second)
+    levels = np.asarray(levels, np.float64)
+    below = np.searchsorted(levels, 1 / 8) - 1
+    own = (levels[below + 1] - 1 / 8) * (1 / 8 - levels[below]) * 64
+    omega = worst_variance(levels, 64, "l2")
+    factor = (1 + np.sqrt(1 - (1 + own) / (1 + omega))) / (1 + own)
+    assert factor < 0.9
+    np.testing.assert_allclose(shrunk, plain * factor, rtol=1e-3)
+    reducer = jd.reducers.alq(3, bucket=64, norm="l2")
     with pytest.raises(ValueError, match="has error feedback already"):
         jd.error_feedback(jd.error_feedback(reducer))
 

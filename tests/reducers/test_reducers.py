@@ -117,6 +117,26 @@ def test_unbiased_codes_are_shrunk_inside_feedback():
     assert residual(pretending) > 1e6
 
 
+def spread(x, target):
+    return x - target
+
+
+@pytest.mark.parametrize("name", ["two levels", pytest.param("around a two-shot", marks=pytest.mark.slow)])
+def test_residuals_of_two_bits_stay_bounded(name):
+    """Eight workers with gradients that differ for good, thousands of steps: the error is of their size, not of W."""
+    code = jd.qsgd(2)
+    reducer = jd.compressed(code) if name == "two levels" else jd.two_shot(code)
+    targets = rows(8, 256).astype(np.float32)
+    start = jnp.zeros(256)
+    _, states, _ = descend(jd.error_feedback(reducer), spread, targets, start, 0.05, 3000)
+    residual = np.linalg.norm(np.asarray(states.residual.value), axis=-1)
+    size = np.linalg.norm(targets - targets.mean(0), axis=-1)[:, None]
+    assert residual.shape == (8, 3000)
+    assert (residual < 10 * size).all()
+    # Nothing grows: the second half is as large as the first.
+    assert residual[:, 1500:].mean() < 1.2 * residual[:, 100:1500].mean()
+
+
 def test_feedback_refuses_what_it_cannot_correct():
     unknown = jc.top_k(0.1)._replace(contraction=None)
     vote = jd.reducers.Reducer(

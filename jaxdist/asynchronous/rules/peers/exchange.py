@@ -81,7 +81,7 @@ def choco_exchange(compressor: Compressor, *, step_size: Number) -> Exchange:
     State: two models per neighbor of a worker.
 
     Args:
-      compressor: of one array; an unbiased one is scaled by `1/(1+ω)`.
+      compressor: of one array; an unbiased one is shrunk to a contraction (`compressors.scaled`).
       step_size: γ. 1 is the mean if the compressor is lossless; too large a value diverges. Start near the fraction of
         entries that are sent, or at 0.5 with 4 to 8 bits.
 
@@ -102,7 +102,7 @@ def choco_exchange(compressor: Compressor, *, step_size: Number) -> Exchange:
     if not 0 < step_size <= 1:
         raise ValueError(f"step_size must be in (0, 1], got {step_size}")
     # An unbiased compressor is scaled to a contraction, or differences to the copies would grow.
-    compressor = contraction_form(compressor)
+    compressor = contraction_form(compressor, closest=True)
     encode_difference = numeric(partial(_encode_difference, compressor))
     update_copies = numeric(partial(_update_copies, compressor, step_size), outputs=3)
 
