@@ -22,7 +22,7 @@ class Divisor(NamedTuple):
     """What the loss of a part is divided by."""
 
     number: Array  # n
-    guarded: Array  # n, or what stands in its place if it is 0 or small: max(n, c)
+    guarded: Array  # n, or what stands in its place if it is 0 or small: max(n, c); 0 if the part is to be left out
     bound: Array  # c, or -inf
 
 
@@ -138,7 +138,10 @@ def find_divisor(closed: Any, params: int, operands: Sequence[Any]) -> Divisor |
             "parts alike"
         )
     number, guarded, bound = quotient.divisor
-    return Divisor(*(jnp.asarray(x, jnp.float32) for x in (_read(number), _read(guarded), bound)))
+    n, in_place, bound = (jnp.asarray(x, jnp.float32) for x in (_read(number), _read(guarded), bound))
+    # A part with n = 0 may have terms, as a loss over all boxes that is divided by the number of those with an object.
+    # Where others are added they would count with it: then it is left out.
+    return Divisor(n, jnp.where(n != 0, in_place, 0) if quotient.plus else in_place, bound)
 
 
 def _read(value: _Value) -> Any:

@@ -43,12 +43,12 @@ def local_value_and_grad(
     workers. Here the parameters are typed as varying first, so that their gradient remains local.
 
     With `micro_batches=k` the batch is split into `k` parts along its first dimension, and gradients are summed in one
-    float32 buffer inside a loop, in the memory of one part. (Of fp8 statistics, see `agree_on_maximum`, it takes the
-    maximum.) With `n_i`, the number of examples that the loss `L_i` of a part is the mean of,
+    float32 buffer inside a loop (of fp8 statistics, see `agree_on_maximum`, the maximum). With `n_i`, the number of
+    examples that the loss `L_i` of a part is the mean of,
 
-        value = Σ n_i L_i / Σ n_i,   gradient = Σ n_i ∇L_i / Σ n_i
+        value = Σ n_i L_i / Σ n_i
 
-    are those of the whole batch. The number is `weights(part_i)`, or the loss's own divisor: that of
+    and its gradient are those of the whole batch. The number is `weights(part_i)`, or the loss's own divisor: that of
     `sum(errors * mask) / max(mask.sum(), 1)` is found in its trace. Without a divisor parts count alike.
 
     *On the wire*: nothing; with numbers and `Sharded` parameters, which weight workers too, 4 bytes.
@@ -57,17 +57,16 @@ def local_value_and_grad(
       argnums: the arguments to differentiate. The first other one is the batch, whose arrays are split. PRNG keys are
         folded with the number of the part; the batch's scalars and other arguments are passed unchanged.
       has_aux: whether the loss also returns auxiliary data. Floating leaves are averaged like the value, integers
-        summed, booleans combined by "any".
+        summed; booleans: any.
       micro_batches: the number of parts. Layers of `zero.gathered` communicate in each (`docs/reference/zero.md`).
       weights: such as `lambda batch: batch["mask"].sum()`. Parts of number 0 are left out, even if their loss is 0/0
-        (not of `Sharded` parameters); if all are, value and gradient are zero.
-      scale: multiplies the loss, in float32, before it is differentiated: `loss_scale(opt_state)`. The returned value
-        is not scaled.
+        (not of `Sharded` parameters); if all are, the result is zero.
+      scale: multiplies the loss, not the returned value, in float32: `loss_scale(opt_state)`.
 
     Raises:
-      ValueError: `micro_batches` does not divide the batch; there is no batch; without `weights`, a number of the batch
-        divides the loss in another way; a weight is no number; a leaf to differentiate is not floating; the loss
-        changes Variables of nnx without auxiliary data; `argnums` do not fit.
+      ValueError: `micro_batches` does not divide the batch; a number of the batch divides the loss in another way;
+        a weight is no number; a leaf to differentiate is not floating; the loss changes Variables of nnx without
+        auxiliary data.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -156,7 +155,8 @@ def _weigh_by_divisor(loss: Callable[..., Any], has_aux: bool, divided: "_Divide
     total = number.sum()
     # L_i = N_i / guarded_i, and that of the whole batch is Σ N_i / max(Σ n_i, c). The shares add up to 1, for terms
     # without the batch, if no part has a number between 0 and c.
-    return jnp.where(number != 0, guarded, 0) / jnp.where(total != 0, jnp.maximum(total, bound[0]), 1), total
+    bounded = jnp.maximum(total, bound[0])
+    return jnp.where(bounded != 0, guarded / jnp.where(bounded != 0, bounded, 1), 0), total
 
 
 def _weigh_parts(

@@ -96,6 +96,17 @@ def test_a_bound_above_the_number_of_the_batch():
     assert_close(found, jax.jit(jax.value_and_grad(f))(params(), masked_batch()), 1e-6)
 
 
+@pytest.mark.parametrize("counts", [[0, 4, 0, 1], [0, 0, 0, 0]])
+def test_terms_of_parts_without_rows_that_count(counts):
+    """The loss of all rows, divided by the number of some of them, as in the detection of objects."""
+
+    def f(params, data):
+        return jnp.sum(errors_of(params, data)) / jnp.maximum(data["mask"].sum(), 1)
+
+    found = jax.jit(jd.local_value_and_grad(f, micro_batches=4))(params(), masked_batch(counts))
+    assert_close(found, jax.jit(jax.value_and_grad(f))(params(), masked_batch(counts)), 1e-5)
+
+
 def test_terms_without_the_batch_count_once():
     def f(params, data):
         total = jnp.sum(errors_of(params, data) * data["mask"])
