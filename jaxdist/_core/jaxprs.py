@@ -142,8 +142,8 @@ def propagate(closed: Any, masks: Sequence[int], *, loops: bool = False) -> Labe
         union = reduce(or_, operands, 0)
         # A call is as precise as its body, unless it has effects that its results do not show.
         body = None if loops and equation.effects else find_called_jaxpr(equation)
-        if loops and union and equation.primitive.name in _LOOP_RULES:
-            results = _LOOP_RULES[equation.primitive.name](equation, operands)
+        if loops and union and equation.primitive.name in LOOP_RULES:
+            results = LOOP_RULES[equation.primitive.name](equation, operands)
         elif body is not None:
             results, inner = propagate(body, operands, loops=loops)
             merges += inner
@@ -187,7 +187,8 @@ def _through_cond(equation: Any, operands: list[int]) -> list[int]:
     return [reduce(or_, masks, operands[0]) for masks in zip(*branches, strict=True)]
 
 
-_LOOP_RULES = {"scan": _through_scan, "while": _through_while, "cond": _through_cond}
+# `rule(equation, masks) -> masks`, of equations whose results depend on some of their operands only.
+LOOP_RULES = {"scan": _through_scan, "while": _through_while, "cond": _through_cond}
 
 
 def _find_fixed_point(body: Callable[[list[int]], list[int]], carry: list[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +10,13 @@ from jax import lax
 
 from .._core.compat import cast_varying, mesh_axes_being_mapped, vary_like
 from .._core.dtypes import working_dtype
-from .._core.jaxprs import CASTS, RESHAPES, evaluate, propagate
+from .._core.jaxprs import propagate
 from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, PyTree
 from ..comm.over import over
 from ..state.flax_marks import STREAMS, variables_by_path
 from ..state.marks import axis_tuple, is_mark, name_leaf
+from .divisor import find_divisor
 from .weights import as_number
 from .weights import scale as scale_by
 
@@ -39,43 +39,34 @@ def local_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` of this worker's loss: the gradient is local, and nothing is sent.
 
-    Under `shard_map`, `jax.grad` with respect to replicated parameters inserts an all-reduce, whose result is the *sum*
-    over workers: compressing it afterwards saves nothing. Here the parameters are typed as varying first, so their
-    gradient remains local, in the dtype of the parameters.
+    Under `shard_map`, `jax.grad` of replicated parameters inserts an all-reduce, whose result is the *sum* over
+    workers. Here the parameters are typed as varying first, so that their gradient remains local.
 
     With `micro_batches=k` the batch is split into `k` parts along its first dimension, and gradients are summed in one
-    float32 buffer inside a loop: the memory of one part, and one communication, after the last (DDP's `no_sync`). Of
-    the fp8 statistics of flax, which `agree_on_maximum` is for, it takes the maximum over the parts. With
-    `n_i = weights(part_i)`, the number of tokens or examples that the loss `L_i` of a part is the mean of,
+    float32 buffer inside a loop (of fp8 statistics, see `agree_on_maximum`, the maximum). With `n_i`, the number of
+    examples that the loss `L_i` of a part is the mean of,
 
-        value = Σ n_i L_i / Σ n_i,   gradient = Σ n_i ∇L_i / Σ n_i
+        value = Σ n_i L_i / Σ n_i
 
-    are those of the whole batch, also if its parts are masked differently; without `weights` all parts count alike.
+    and its gradient are those of the whole batch. The number is `weights(part_i)`, or the loss's own divisor: that of
+    `sum(errors * mask) / max(mask.sum(), 1)` is found in its trace. Without a divisor parts count alike.
 
-    *On the wire*: nothing; with `weights` and `Sharded` parameters, whose gradients are means over workers already,
-    four bytes, and these gradients are weighted over workers too.
+    *On the wire*: nothing; with numbers and `Sharded` parameters, which weight workers too, 4 bytes.
 
     Args:
-      argnums: the arguments to differentiate. The first other argument is the batch; PRNG keys among the rest are
-        folded with the number of the part, and everything else is passed unchanged: leaves that all parts need whole,
-        such as a table, belong there. Of the batch, arrays are split, keys without a dimension are folded, and other
-        scalars passed unchanged.
-      has_aux: true if the loss also returns auxiliary data. Over micro-batches its floating leaves are averaged, with
-        the weights of the parts, its integer ones summed, and of booleans it is true that any is.
-      micro_batches: the number of parts. More saves memory and costs time per step. Layers of `zero.gathered` (stage 3)
-        gather and reduce in every part, `k` times the bytes; `docs/reference/zero.md` has the form that does so once.
-      weights: `weights(batch) -> number`, of a part as the loss gets it: `lambda batch: batch["mask"].sum()`. A part of
-        weight 0 is left out, even if its loss is 0/0; if all are, value and gradient are zero. (Of `Sharded` parameters
-        the loss of such a part must be finite: divide by `max(n, 1)`.) Pass the sum to the update as `examples=`, which
-        weighs workers.
-      scale: multiplies the loss, in float32, before it is differentiated, for parameters in float16:
-        `jd.transforms.loss_scale(opt_state)` of a chain in `dynamic_loss_scale`. The returned value is not scaled.
+      argnums: the arguments to differentiate. The first other one is the batch, whose arrays are split. PRNG keys are
+        folded with the number of the part; the batch's scalars and other arguments are passed unchanged.
+      has_aux: whether the loss also returns auxiliary data. Floating leaves are averaged like the value, integers
+        summed; booleans: any.
+      micro_batches: the number of parts. Layers of `zero.gathered` communicate in each (`docs/reference/zero.md`).
+      weights: such as `lambda batch: batch["mask"].sum()`. Parts of number 0 are left out, even if their loss is 0/0
+        (not of `Sharded` parameters); if all are, the result is zero.
+      scale: multiplies the loss, not the returned value, in float32: `loss_scale(opt_state)`.
 
     Raises:
-      ValueError: `micro_batches` is below 1; at trace time, if it does not divide the batch, if there is no batch, if
-        the loss is divided by a number that is computed from the batch and there are no `weights`, or if these return
-        no single number; a leaf to differentiate is not floating, such as the random stream of an nnx module; the loss
-        changes Variables of nnx, such as running statistics, and returns no auxiliary data; `argnums` do not fit.
+      ValueError: `micro_batches` does not divide the batch; a number of the batch divides the loss in another way;
+        a weight is no number; a leaf to differentiate is not floating; the loss changes Variables of nnx without
+        auxiliary data.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -94,11 +85,19 @@ def local_value_and_grad(
         args = [to_varying(arg, axis) if i in differentiated else arg for i, arg in enumerate(args)]
         return _value_and_grad(loss, axis, argnums, has_aux, factor)(*args)
 
-    if weights is not None:
-        return partial(_weigh_parts, whole, axis, argnums, micro_batches, weights, scale)
-    if micro_batches == 1:
+    if weights is None and micro_batches == 1:
         return whole
-    return partial(_sum_over_parts, whole, partial(_check_mean, loss, has_aux), axis, argnums, micro_batches)
+
+    def in_parts(*args):
+        divided = _divide(argnums, micro_batches, args)
+        found = _weigh_by_divisor(loss, has_aux, divided) if weights is None else _weigh_by(weights, divided)
+        return (
+            _sum_over_parts(whole, divided, axis)
+            if found is None
+            else _weigh_parts(whole, divided, axis, *found, scale)
+        )
+
+    return in_parts
 
 
 def _positions(argnums: int | Sequence[int], count: int) -> list[int]:
@@ -109,47 +108,67 @@ def _positions(argnums: int | Sequence[int], count: int) -> list[int]:
     return [number % count for number in numbers]
 
 
-def _sum_over_parts(
-    value_and_grad: Callable[..., Any],
-    check: Callable[["_Divided"], None],
-    axis: AxisNames,
-    argnums: int | Sequence[int],
-    parts: int,
-    *args: Any,
-) -> Any:
+def _sum_over_parts(value_and_grad: Callable[..., Any], divided: "_Divided", axis: AxisNames) -> Any:
     """Averages values and gradients over the parts of the batch, in a loop."""
-    divided = _divide(argnums, parts, args)
-    check(divided)
     total, shapes = _sum_parts(lambda number, _, part: value_and_grad(*divided.arguments(number, part)), divided, axis)
-    value = jax.tree.map(lambda t, x: _finish(t, x.dtype, parts), total[0], shapes[0])
+    value = jax.tree.map(lambda t, x: _finish(t, x.dtype, divided.parts), total[0], shapes[0])
     gradients = jax.tree_util.tree_map_with_path(
-        lambda path, t, x: t.astype(x.dtype) if is_overwritten(path) else _finish(t, x.dtype, parts),
+        lambda path, t, x: t.astype(x.dtype) if is_overwritten(path) else _finish(t, x.dtype, divided.parts),
         total[1],
         shapes[1],
     )
     return value, gradients
 
 
-def _weigh_parts(
-    value_and_grad: Callable[..., Any],
-    axis: AxisNames,
-    argnums: int | Sequence[int],
-    parts: int,
-    weights: Callable[[Any], Any],
-    scale: Any,
-    *args: Any,
-) -> Any:
-    """Averages values and gradients over the parts of the batch, each with its weight."""
-    divided = _divide(argnums, parts, args)
+def _weigh_by(weights: Callable[[Any], Any], divided: "_Divided") -> tuple[Array, Array]:
+    """The share of each part, and the sum of their weights, before the loop: they depend on the batch alone."""
 
     def weight_of_part(numbered: Any) -> Array:
         arguments = divided.arguments(*numbered)
         return as_number("the result of weights", weights(arguments[divided.batch]))
 
-    # n_i, before the loop: they depend on the batch alone.
-    found = lax.map(weight_of_part, (jnp.arange(parts), divided.stack))
+    found = lax.map(weight_of_part, (jnp.arange(divided.parts), divided.stack))
     total = found.sum()
-    shares = found / jnp.where(total > 0, total, 1)
+    return found / jnp.where(total > 0, total, 1), total
+
+
+def _weigh_by_divisor(loss: Callable[..., Any], has_aux: bool, divided: "_Divided") -> tuple[Array, Array] | None:
+    """What `_weigh_by` returns for a loss that is a mean over a number of the batch; `None` for one that is not."""
+    first = jax.tree.map(lambda x: x[0], divided.stack)
+    trees = [divided.args[i] for i in divided.differentiated]
+
+    def value_of(trees: list[Any], number: Array, part: PyTree) -> Any:
+        arguments = divided.arguments(number, part)
+        for i, tree in zip(divided.differentiated, trees, strict=True):
+            arguments[i] = tree
+        out = loss(*arguments)
+        return out[0] if has_aux else out
+
+    traced = jax.make_jaxpr(value_of)(trees, jnp.zeros((), jnp.int32), first)
+
+    def find(numbered: Any) -> Any:
+        return find_divisor(traced, len(jax.tree.leaves(trees)), jax.tree.leaves(numbered))
+
+    if jax.eval_shape(find, (jnp.zeros((), jnp.int32), first)) is None:
+        return None
+    number, guarded, bound = lax.map(find, (jnp.arange(divided.parts), divided.stack))
+    total = number.sum()
+    # L_i = N_i / guarded_i, and that of the whole batch is Σ N_i / max(Σ n_i, c). The shares add up to 1, for terms
+    # without the batch, if no part has a number between 0 and c.
+    bounded = jnp.maximum(total, bound[0])
+    return jnp.where(bounded != 0, guarded / jnp.where(bounded != 0, bounded, 1), 0), total
+
+
+def _weigh_parts(
+    value_and_grad: Callable[..., Any],
+    divided: "_Divided",
+    axis: AxisNames,
+    shares: Array,
+    total: Array,
+    scale: Any,
+) -> Any:
+    """Averages values and gradients over the parts of the batch, each with its share of the weight of all."""
+    args = divided.args
     is_sharded = any(map(is_mark, jax.tree.leaves([args[i] for i in divided.differentiated], is_leaf=is_mark)))
 
     # The gradient of a shard is a mean over workers: its loss is weighted, by n_wi / mean_w(Σ_i n_wi).
@@ -174,7 +193,7 @@ def _weigh_parts(
         gradients = jax.tree_util.tree_map_with_path(weigh_gradient, gradients, is_leaf=is_mark)
         return _weigh(share, out), gradients
 
-    if parts == 1:
+    if divided.parts == 1:
         return evaluate_part(jnp.zeros((), jnp.int32), shares[0], jax.tree.map(lambda x: x[0], divided.stack))
     total_of_parts, shapes = _sum_parts(evaluate_part, divided, axis, shares)
     return jax.tree.map(lambda t, x: t.astype(x.dtype), total_of_parts, shapes)
@@ -247,64 +266,6 @@ def _sum_parts(
     # The loss of a replicated batch is replicated, but a sum of local ones is not: type all of it as local.
     zeros = to_varying(zeros, axis)
     return lax.scan(add_part, zeros, stack)[0], shapes
-
-
-class _Value(NamedTuple):
-    """A value in the trace of a loss: what it depends on, and whether it is a quotient by a number of the batch.
-
-    `inverse`: it is one over such a number.
-    """
-
-    params: bool = False
-    batch: bool = False
-    quotient: bool = False
-    inverse: bool = False
-
-
-# A quotient remains one through these.
-_LINEAR = {"add", "sub", "neg", "mul", "div", "select_n", "convert_element_type", "copy", *RESHAPES, *CASTS}
-
-
-def _check_mean(loss: Callable[..., Any], has_aux: bool, divided: _Divided) -> None:
-    """Checks that no part of the batch counts for more than another: that the loss is no mean over a masked number.
-
-    Raises:
-      ValueError: the loss is a quotient whose divisor is computed from the arrays of the batch.
-    """
-    first = jax.tree.map(lambda x: x[0], divided.stack)
-
-    def value_of(leaves: list[Any], part: PyTree) -> Any:
-        arguments = divided.arguments(0, part)
-        for i, tree in zip(divided.differentiated, leaves, strict=True):
-            arguments[i] = tree
-        out = loss(*arguments)
-        return out[0] if has_aux else out
-
-    trees = [divided.args[i] for i in divided.differentiated]
-    closed = jax.make_jaxpr(value_of)(trees, first)
-    operands = [_Value(params=True)] * len(jax.tree.leaves(trees)) + [_Value(batch=True)] * len(jax.tree.leaves(first))
-    (found,) = evaluate(closed, _follow_quotient, operands)
-    if isinstance(found, _Value) and found.quotient:
-        raise ValueError(
-            f"micro_batches={divided.parts}: the loss is divided by a number that is computed from the batch, such as "
-            "a number of valid tokens, and the mean of the means of parts is another one than that of the batch: pass "
-            'weights=lambda batch: batch["mask"].sum(), with that number, or weights=lambda batch: 1 to count all '
-            "parts alike"
-        )
-
-
-def _follow_quotient(equation: Any, operands: list[Any]) -> list[_Value]:
-    known = [x if isinstance(x, _Value) else _Value() for x in operands]
-    name, params, batch = equation.primitive.name, any(x.params for x in known), any(x.batch for x in known)
-    of_batch = [x.batch and not x.params for x in known]
-    inverse = name == "div" and of_batch[1] and not known[0].params
-    inverse = inverse or (name in _LINEAR and any(x.inverse for x in known) and not params)
-    # N(params, batch) / D(batch), or N times its inverse.
-    begins = (name == "div" and of_batch[1] and known[0].params) or (params and any(x.inverse for x in known))
-    # Of one example or token the divisor is its own; the sum over them counts all alike.
-    is_number = all(x.aval.shape == () for x in equation.outvars)
-    quotient = is_number and name in _LINEAR and (begins or any(x.quotient for x in known))
-    return [_Value(params, batch, quotient, inverse and is_number)] * len(equation.outvars)
 
 
 def _value_and_grad(

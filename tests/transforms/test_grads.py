@@ -194,31 +194,15 @@ def test_numbers_of_a_batch_are_passed_on_and_its_keys_folded():
     assert_close(found, wanted, 1e-6)
 
 
-MASKED_MEANS = {
-    "quotient": lambda total, mask: total / mask.sum(),
-    "guarded": lambda total, mask: jnp.where(mask.any(), total / jnp.maximum(mask.sum(), 1), 0.0),
-    "inverse": lambda total, mask: total * (1 / mask.sum()),
-    "inside jit": lambda total, mask: 0.1 + jax.jit(lambda x: x / mask.sum())(total),
-}
-
-
-@pytest.mark.parametrize("mean", MASKED_MEANS.values(), ids=MASKED_MEANS)
-def test_a_mean_over_a_masked_number_needs_weights(mean):
-    def f(params, data):
-        return mean(jnp.sum(jnp.square(data["x"] @ params["w"]).mean(1) * data["mask"]), data["mask"])
-
-    data = masked_batch([4, 1, 2, 3])
-    with pytest.raises(ValueError, match=r"divided by a number that is computed from the batch.* pass weights="):
-        jax.eval_shape(jd.local_value_and_grad(f, micro_batches=4), params(), data)
-    jax.eval_shape(jd.local_value_and_grad(f, micro_batches=4, weights=lambda data: 1), params(), data)
-
-
 FREE_OF_WEIGHTS = {
     "by its size": lambda params, data: jnp.sum(data["x"] @ params["w"]) / data["mask"].size,
     "of each row": lambda params, data: jnp.mean((data["x"] @ params["w"]).sum(1) / (1 + data["mask"])),
     "normalized": lambda params, data: jnp.mean(data["x"] / data["x"].std() @ params["w"]),
     "by the parameters": lambda params, data: jnp.mean(data["x"] @ params["w"]) / jnp.sum(params["w"] ** 2),
     "by a number": lambda params, data: jnp.mean(data["x"] @ params["w"]) / data["scale"],
+    "centered": lambda params, data: jnp.mean(
+        jnp.tanh((data["x"] - data["x"].sum() / data["mask"].sum()) @ params["w"])
+    ),
 }
 
 
