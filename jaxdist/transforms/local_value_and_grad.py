@@ -183,20 +183,22 @@ def _weigh_parts(
             own = jnp.where(share > 0, 1 / jnp.where(factor > 0, factor, 1), 0)
         else:
             (out, gradients), own = value_and_grad(*arguments), share
-
-        def weigh_gradient(path: Any, x: Any) -> Any:
-            if is_overwritten(path):
-                # Of the statistics the maximum is taken: that of a part without weight is below all others.
-                return jnp.where((share > 0) | (total == 0), x, jnp.asarray(-jnp.inf, x.dtype))
-            return x if is_mark(x) else _weigh(own, x)
-
-        gradients = jax.tree_util.tree_map_with_path(weigh_gradient, gradients, is_leaf=is_mark)
-        return _weigh(share, out), gradients
+        counts = (share > 0) | (total == 0)
+        weigh = functools.partial(_weigh_gradient, own, counts)
+        return _weigh(share, out), jax.tree_util.tree_map_with_path(weigh, gradients, is_leaf=is_mark)
 
     if divided.parts == 1:
         return evaluate_part(jnp.zeros((), jnp.int32), shares[0], jax.tree.map(lambda x: x[0], divided.stack))
     total_of_parts, shapes = _sum_parts(evaluate_part, divided, axis, shares)
     return jax.tree.map(lambda t, x: t.astype(x.dtype), total_of_parts, shapes)
+
+
+def _weigh_gradient(share: Array, counts: Array, path: Any, gradient: Any) -> Any:
+    if is_overwritten(path):
+        # Of the statistics the maximum is taken: that of a part that does not count is below all others.
+        return jnp.where(counts, gradient, jnp.asarray(-jnp.inf, gradient.dtype))
+    # That of a shard is weighted already.
+    return gradient if is_mark(gradient) else _weigh(share, gradient)
 
 
 def _weigh(share: Array, tree: PyTree) -> PyTree:

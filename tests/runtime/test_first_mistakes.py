@@ -103,7 +103,6 @@ CAUSES = {
         optax.partition({"a": optax.chain(jd.all_reduce(jd.exact()), PLATEAU)}, {"w": "a", "b": "a"}),
         r"`opt\.inner_states\.a\.inner_state\.1\.scale`.*" + BESIDE,
     ),
-    "value in ZeRO": (jd.zero_redundancy(optax.chain(optax.sgd(0.1), PLATEAU)), r"`opt\.inner\.1\.scale`.*" + BESIDE),
     "momentum in front": (
         optax.chain(optax.trace(0.9), jd.all_reduce(jd.exact())),
         r"`opt\.0\.trace\.b`.*: it is in front of the transformation that averages gradients.*per_worker",

@@ -41,7 +41,8 @@ def test_gradients_of_another_dtype_are_refused_too():
         tx.update(gradient, tx.init(params), params)
 
 
-@pytest.mark.parametrize("dtype", REASONS)
+# Those of 8 bits are only rounded there, and computed in float32.
+@pytest.mark.parametrize("dtype", sorted(REASONS.keys() - {"float8_e4m3fn"}))
 def test_parameters_on_disk_are_refused_alike(tmp_path, dtype):
     stored = jd.offload.nvme(optax.sgd(0.1), jd.offload.Store(str(tmp_path)))
     with pytest.raises(ValueError, match=rf"\['w'\] has dtype {dtype}: .*{REASONS[dtype]}"):

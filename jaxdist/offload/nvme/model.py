@@ -77,10 +77,10 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
         name = name_leaf("the parameter", path)
         if is_overwritten(path):
             raise ValueError(explain_overwritten(name))
-        if problem := explain_dtype(leaf.dtype):
+        # Floats of 8 bits are computed in float32 here, and only rounded to them.
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 8:
+            problem = explain_dtype(leaf.dtype) or "parameters must be floating; keep others out of them"
             raise ValueError(f"{name} has dtype {leaf.dtype}: {problem}")
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(f"parameters must be floating, got a leaf of {leaf.dtype}: keep others out of them")
         check_dtype(leaf.dtype)
     if master_dtype is not None:
         check_dtype(jnp.dtype(master_dtype))
