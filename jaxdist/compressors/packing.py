@@ -265,13 +265,15 @@ def _unpack_rows(bits: int, words: UInt[Array, "*runs bytes"]) -> UInt[Array, "*
 
 def _pack_lanes(bits: int, codes: UInt[Array, "*runs codes"]) -> UInt[Array, "*runs bytes"]:
     """In 32 bits and the tiles of a vector's layout on TPUs; in rows of bytes the program is several times as long."""
-    runs = codes.shape[:-1]
+    runs, fields = codes.shape[:-1], []
     wide = codes.astype(_wide_dtype(bits)).reshape(*runs, RUN // LANES, LANES)
-    fields = []
+    # Several narrow fields row by row: as whole fields the program is a quarter longer.
+    by_row = bits < 8 and 8 % bits > 0
     for field, width in _cut_fields(wide, bits):
-        planes = field.reshape(*runs, 8 // width, width, LANES)
-        shifted = [planes[..., j, :, :] << planes.dtype.type(width * j) for j in range(8 // width)]
-        fields.append(reduce(operator.or_, shifted))
+        one, step = field.dtype.type, 1 if by_row else width
+        for row in range(0, width, step):
+            rows = [field[..., first : first + step, :] for first in range(row, RUN // LANES, width)]
+            fields.append(reduce(operator.or_, [part << one(width * j) for j, part in enumerate(rows)]))
     words = fields[0] if len(fields) == 1 else jnp.concatenate(fields, axis=-2)
     return words.astype(jnp.uint8).reshape(*runs, bits * LANES)
 
@@ -281,11 +283,10 @@ def _unpack_lanes(bits: int, words: UInt[Array, "*runs bytes"]) -> UInt[Array, "
     runs = words.shape[:-1]
     wide = words.astype(_wide_dtype(bits)).reshape(*runs, bits, LANES)
     one, fields = wide.dtype.type, []
+    row = lax.broadcasted_iota(wide.dtype, (*runs, RUN // LANES, LANES), len(runs))
     for low, width in _fields(bits):
-        field = wide[..., None, low : low + width, :]
-        spread = jnp.broadcast_to(field, (*runs, 8 // width, width, LANES))
-        shifts = lax.broadcasted_iota(wide.dtype, spread.shape, len(runs)) * one(width)
-        codes = ((spread >> shifts) & one(2**width - 1)).reshape(*runs, RUN // LANES, LANES)
+        spread = jnp.concatenate([wide[..., low : low + width, :]] * (8 // width), axis=-2)
+        codes = (spread >> (row // one(width) * one(width))) & one(2**width - 1)
         fields.append(codes << one(low))
     return reduce(operator.or_, fields).astype(_code_dtype(bits)).reshape(*runs, RUN)
 

@@ -5,7 +5,9 @@ Payloads need keys, a mean that decodes them one after the other, and an order a
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
 from typing import Any
 
 import jax
@@ -200,9 +202,12 @@ def _to_bytes(x: Array) -> Array:
         return lax.bitcast_convert_type(x.ravel(), jnp.uint8).ravel()
 
     def in_planes(x: Array) -> Array:
-        return lax.bitcast_convert_type(x.ravel(), jnp.uint8).T.ravel()
+        word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(x.ravel(), word)
+        return jnp.concatenate([(bits >> word.type(8 * i)).astype(jnp.uint8) for i in range(word.itemsize)])
 
-    # All first bytes, then all second ones: XLA:TPU unrolls the bytes of a number beside each other.
+    # All lowest bytes, then all second ones: XLA:TPU unrolls the bytes of a number beside each other, also where they
+    # are transposed afterwards.
     return lax.platform_dependent(x, tpu=in_planes, default=in_order)
 
 
@@ -216,8 +221,9 @@ def _from_bytes(words: Array, like: Array) -> Array:
         return lax.bitcast_convert_type(words.reshape(*batch, like.size, width), like.dtype)
 
     def in_planes(words: Array) -> Array:
-        planes = words.reshape(*batch, width, like.size)
-        return lax.bitcast_convert_type(planes.swapaxes(-1, -2), like.dtype)
+        word = jnp.dtype(f"uint{8 * width}")
+        planes = [words[..., i * like.size : (i + 1) * like.size].astype(word) << word.type(8 * i) for i in range(width)]
+        return lax.bitcast_convert_type(reduce(operator.or_, planes), like.dtype)
 
     return lax.platform_dependent(words, tpu=in_planes, default=in_order).reshape(*batch, *like.shape)
 
