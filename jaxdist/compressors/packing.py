@@ -285,7 +285,12 @@ def _unpack_lanes(bits: int, words: UInt[Array, "*runs bytes"]) -> UInt[Array, "
     one, fields = wide.dtype.type, []
     row = lax.broadcasted_iota(wide.dtype, (*runs, RUN // LANES, LANES), len(runs))
     for low, width in _fields(bits):
-        spread = jnp.concatenate([wide[..., low : low + width, :]] * (8 // width), axis=-2)
+        field = wide[..., low : low + width, :]
+        if width == bits:
+            shape = (*runs, 8 // width, width, LANES)
+            spread = jnp.broadcast_to(field[..., None, :, :], shape).reshape(row.shape)
+        else:
+            spread = jnp.concatenate([field] * (8 // width), axis=-2)
         codes = (spread >> (row // one(width) * one(width))) & one(2**width - 1)
         fields.append(codes << one(low))
     return reduce(operator.or_, fields).astype(_code_dtype(bits)).reshape(*runs, RUN)
