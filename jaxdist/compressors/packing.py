@@ -189,7 +189,9 @@ def _fields(bits: int) -> list[tuple[int, int]]:
     return fields
 
 
-def _pack(codes_of: Callable[[Array], Array], x: Shaped[Array, "*batch size"], bits: int) -> UInt[Array, "*batch bytes"]:
+def _pack(
+    codes_of: Callable[[Array], Array], x: Shaped[Array, "*batch size"], bits: int
+) -> UInt[Array, "*batch bytes"]:
     """`pack` of the codes `codes_of(x)`, each of one entry of x."""
     *batch, size = x.shape
     runs, rest = divmod(_capacity(bytes_of_codes(size, bits), bits), RUN)

@@ -7,15 +7,16 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import DTypeLike
 
 from .._core.compat import cast_varying, mesh_axes_left_over, varying_axes
-from .._core.types import Array, Int, Key, Like, Payload, PyTree, Updates
+from .._core.types import Array, Int, Key, Like, Payload, PyTree, Shaped, UInt, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import Sharded, axis_tuple, flatten_marks, is_mark, map_marked, with_value
@@ -199,16 +200,10 @@ def _to_bytes(x: Array) -> Array:
         return lax.bitcast_convert_type(x.ravel(), jnp.uint8)
 
     def in_order(x: Array) -> Array:
-        return lax.bitcast_convert_type(x.ravel(), jnp.uint8).ravel()
+        return lax.bitcast_convert_type(x, jnp.uint8).ravel()
 
-    def in_planes(x: Array) -> Array:
-        word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        bits = lax.bitcast_convert_type(x.ravel(), word)
-        return jnp.concatenate([(bits >> word.type(8 * i)).astype(jnp.uint8) for i in range(word.itemsize)])
-
-    # All lowest bytes, then all second ones: XLA:TPU unrolls the bytes of a number beside each other, also where they
-    # are transposed afterwards.
-    return lax.platform_dependent(x, tpu=in_planes, default=in_order)
+    # XLA:TPU unrolls the bytes of a number beside each other, also those that are transposed afterwards.
+    return lax.platform_dependent(x.ravel(), tpu=to_byte_planes, default=in_order)
 
 
 def _from_bytes(words: Array, like: Array) -> Array:
@@ -220,12 +215,23 @@ def _from_bytes(words: Array, like: Array) -> Array:
     def in_order(words: Array) -> Array:
         return lax.bitcast_convert_type(words.reshape(*batch, like.size, width), like.dtype)
 
-    def in_planes(words: Array) -> Array:
-        word = jnp.dtype(f"uint{8 * width}")
-        planes = [words[..., i * like.size : (i + 1) * like.size].astype(word) << word.type(8 * i) for i in range(width)]
-        return lax.bitcast_convert_type(reduce(operator.or_, planes), like.dtype)
-
+    in_planes = partial(from_byte_planes, dtype=like.dtype)
     return lax.platform_dependent(words, tpu=in_planes, default=in_order).reshape(*batch, *like.shape)
+
+
+def to_byte_planes(x: Shaped[Array, " size"]) -> UInt[Array, " bytes"]:
+    """The lowest bytes of all numbers, then their second bytes, and so on."""
+    word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, word)
+    return jnp.concatenate([(bits >> word.type(8 * i)).astype(jnp.uint8) for i in range(word.itemsize)])
+
+
+def from_byte_planes(words: UInt[Array, "*batch bytes"], *, dtype: DTypeLike) -> Shaped[Array, "*batch size"]:
+    """The inverse of `to_byte_planes`."""
+    word = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+    planes = jnp.split(words, word.itemsize, axis=-1)
+    shifted = [plane.astype(word) << word.type(8 * i) for i, plane in enumerate(planes)]
+    return lax.bitcast_convert_type(reduce(operator.or_, shifted), dtype)
 
 
 def length(size: int, workers: int) -> int:
