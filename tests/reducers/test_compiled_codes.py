@@ -37,8 +37,8 @@ class Cost(NamedTuple):
 # At most so many times what `int8` takes in the same reducer: codes of a fixed number of bits, and those that search
 # for entries or levels.
 DENSE, SEARCHING = Cost(2.5, 1.5, 1.5), Cost(4.0, 4.0, 4.0)
-# What misses that, with what it may take at most: 1.1 times the program and memory, and 1.5 times the seconds, that were
-# measured on v5e, for the larger of both shapes. `int8` itself takes a third of the program that it had when the aims
+# What misses that, with what it may take at most: 1.1 times the program and memory, and 1.5 times the seconds, that
+# were measured on v5e, for the larger of both shapes. `int8` takes a third of the program that it had when the aims
 # were set.
 MISSED = {
     "mxfp8()": Cost(4.4, 3.1, 1.5),
