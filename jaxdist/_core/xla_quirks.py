@@ -42,7 +42,7 @@ def _with_hidden_zero(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) | nothing, jnp.float32)
 
 
-def run_apart(f: Callable[[Array], Array], x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+def run_apart(f: Callable[[Any], Array], x: Any) -> Shaped[Array, "..."]:
     """Returns the integers `f(x)`; XLA:CPU fuses what is in `f` neither with what makes `x` nor with what follows."""
     # A fused reshape makes a loop over one dimension of one over several, with divisions in place of a row of entries
     # to load: ten times slower. XLA:CPU fuses across an optimization barrier, but not into a branch; the predicate is

@@ -6,6 +6,7 @@ density uses the greedy one, in rounds until they change nothing, and a variance
 """
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -140,10 +141,13 @@ def _inverse_rate(
 def _keep_probabilities(magnitudes: Float[Array, " size"], count: int) -> Float[Array, " size"]:
     """The probabilities of the minimal variance for `count` entries: the limit of the paper's greedy algorithm."""
     budget = _budget(count, magnitudes.shape[0])
+    rate = _rise(lambda rate: newton_rate(magnitudes, rate, budget), magnitudes)
+    all_fit = jnp.sum(magnitudes > 0, dtype=jnp.int32) <= count
+    return probabilities(magnitudes, jnp.where(all_fit, jnp.inf, rate))
 
-    def newton_step(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        rate, _, rounds = carry
-        return newton_rate(magnitudes, rate, budget), rate, rounds + 1
+
+def _rise(step: Callable[[Float[Array, ""]], Float[Array, ""]], magnitudes: Float[Array, " size"]) -> Float[Array, ""]:
+    """Repeats a step of Newton's method, from rate 0, while the rate rises."""
 
     def still_rises(carry: tuple[Array, Array, Array]) -> Array:
         rate, last, rounds = carry
@@ -151,10 +155,9 @@ def _keep_probabilities(magnitudes: Float[Array, " size"], count: int) -> Float[
 
     # Zero, computed from the input so that its type (per-worker or not) is that of the later carries.
     start = jnp.sum(magnitudes[:1]) * 0
-    first = newton_rate(magnitudes, start, budget)
-    rate, last, _ = lax.while_loop(still_rises, newton_step, (first, start, start.astype(jnp.int32)))
-    all_fit = jnp.sum(magnitudes > 0, dtype=jnp.int32) <= count
-    return probabilities(magnitudes, jnp.where(all_fit, jnp.inf, jnp.maximum(rate, last)))
+    first = (step(start), start, start.astype(jnp.int32))
+    rate, last, _ = lax.while_loop(still_rises, lambda carry: (step(carry[0]), carry[0], carry[2] + 1), first)
+    return jnp.maximum(rate, last)
 
 
 def _to_units(keep: Float[Array, " size"]) -> tuple[Int[Array, " size"], Bool[Array, " size"]]:
@@ -192,10 +195,11 @@ def _draw(
 
 
 def closed_form_probabilities(x: Float[Array, " size"], variance: float | int) -> Float[Array, " size"]:
-    """The fewest entries for a variance of `ε |x|²`: the paper's closed form, by a sort.
+    """The fewest entries for a variance of `ε |x|²`: the paper's closed form, without its sort.
 
     With magnitudes a in falling order, `T1(k)` and `T2(k)` the sums of a and a² after the k largest, and k the first
-    with `a_{k+1} T1(k) <= ε |x|² + T2(k)`: the k largest are certain, and `λ = T1(k) / (ε |x|² + T2(k))`.
+    with `a_{k+1} T1(k) <= ε |x|² + T2(k)`: the k largest are certain, and `λ = T1(k) / (ε |x|² + T2(k))`. It is found
+    from below: entries that are certain with one λ are so with the next, from what they leave of both sums.
 
     A higher ε > 0 keeps fewer entries. The probabilities are 0 where x is 0.
 
@@ -208,18 +212,16 @@ def closed_form_probabilities(x: Float[Array, " size"], variance: float | int) -
     if not variance > 0:
         raise ValueError(f"variance must be above 0, got {variance}; with 0 all entries that are not zero are kept")
     magnitudes = relative_magnitudes(x)
-    rising = jnp.sort(magnitudes)
-    # a in falling order, and T1 and ε |x|² + T2 of the entries from each one on.
-    falling, above = rising[::-1], jnp.cumsum(rising)[::-1]
-    squares = jnp.cumsum(rising * rising)[::-1]
-    below = variance * squares[:1] + squares
-    enough = falling * above <= below
-    first = jnp.argmax(enough)
-    positive = enough[first] & (below[first] > 0)
-    rate = jnp.where(positive, above[first] / jnp.where(positive, below[first], 1.0), jnp.inf)
-    # The entries before are certain by the choice of the first one; this also holds where rounding says 0.9999999.
-    certain = (falling[first] < magnitudes) | ~enough[first]
-    return jnp.where(certain & (magnitudes > 0), 1.0, probabilities(magnitudes, rate))
+    # Each entry that is not certain loses a / λ - a² on average, and ε |x|² is allowed.
+    allowed = variance * sum_vector(magnitudes * magnitudes)
+
+    def next_rate(rate: Float[Array, ""]) -> Float[Array, ""]:
+        # Newton's method for `Σ max(a μ - a², 0) = ε |x|²` with μ = 1 / λ, a convex function of μ.
+        others = jnp.where(rate * magnitudes >= 1, 0.0, magnitudes)
+        above, below = sum_vector(others), allowed + sum_vector(others * others)
+        return jnp.where((above > 0) & (below > 0), above / jnp.where(below > 0, below, 1.0), jnp.inf)
+
+    return probabilities(magnitudes, _rise(next_rate, magnitudes))
 
 
 def expected_bits(probabilities: Float[Array, " size"], *, value_bits: int = 32) -> Float[Array, ""]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.descriptions import with_description
-from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape
+from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
 from .._core.xla_quirks import largest_entry, smallest_entry
 from .base import Compressor, Factor
 from .codecs import LevelCode, levels_codec
@@ -85,7 +85,7 @@ def with_levels(
         )
 
     def decompress(payload: QuantizedPayload, like: Like) -> Array:
-        codes = unpack(payload.codes, bits, math.prod(like.shape)).astype(jnp.int32)
+        codes = _keep_apart(unpack(payload.codes, bits, math.prod(like.shape))).astype(jnp.int32)
         values = jnp.asarray(table)[codes & (sign_bit - 1) if zero_level else codes]
         if zero_level:
             # Zero has no sign, so that it does not decode to -0.
@@ -180,6 +180,12 @@ def _table(levels: Array | np.ndarray, most: int, first: float) -> Any:
     if isinstance(table, np.ndarray) and not (table[0] == first and table[-1] == 1 and (np.diff(table) > 0).all()):
         raise ValueError(f"levels must increase from {first:g} to 1 (in float32), got {table.tolist()}")
     return table
+
+
+def _keep_apart(codes: UInt[Array, " size"]) -> UInt[Array, " size"]:
+    # XLA:TPU makes a comparison with each level of the look-up, and would unpack anew for some of them: the program of
+    # 16 levels is four times as long.
+    return jax.lax.platform_dependent(codes, tpu=jax.lax.optimization_barrier, default=lambda codes: codes)
 
 
 def _round(

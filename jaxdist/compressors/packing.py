@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import DTypeLike
 
-from .._core.types import Array, Shaped, UInt
+from .._core.types import Array, Float, Shaped, UInt
 from .._core.xla_quirks import run_apart
 
 WORD_DTYPES = {1: jnp.uint8, 2: jnp.uint16}
@@ -45,20 +45,18 @@ def pack(codes: UInt[Array, "*batch size"], bits: int) -> UInt[Array, "*batch by
     _check_bits(bits)
     if bits > 8 * codes.dtype.itemsize:
         raise ValueError(f"bits must be at most those of the codes' dtype {codes.dtype}, got {bits}")
-    *batch, size = codes.shape
-    if bits == 8:
-        return codes.astype(jnp.uint8)
-    runs, rest = divmod(_capacity(bytes_of_codes(size, bits), bits), RUN)
-    missing = runs * RUN + rest - size
-    if missing:
-        codes = jnp.pad(codes, [(0, 0)] * len(batch) + [(0, missing)])
-    parts = []
-    if runs or not rest:
-        whole = codes[..., : runs * RUN].reshape(*batch, runs, RUN)
-        parts.append(_pack_runs(whole, bits).reshape(*batch, runs * RUN * bits // 8))
-    if rest:
-        parts.append(_pack_rest(codes[..., runs * RUN :], bits))
-    return _concatenate(parts)
+    return codes.astype(jnp.uint8) if bits == 8 else _pack(lambda codes: codes, codes, bits)
+
+
+def pack_signs(x: Float[Array, " size"]) -> UInt[Array, " bytes"]:
+    """`pack` of the bits `x >= 0` of a vector.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> pack_signs(jnp.array([2.0, -1.0, 0.0]))
+      Array([5], dtype=uint8)
+    """
+    return _pack(lambda x: (x >= 0).astype(jnp.uint8), x, 1)
 
 
 def unpack(words: UInt[Array, "*batch bytes"], bits: int, size: int) -> UInt[Array, "*batch size"]:
@@ -191,19 +189,47 @@ def _fields(bits: int) -> list[tuple[int, int]]:
     return fields
 
 
-def _pack_runs(codes: UInt[Array, "*runs codes"], bits: int) -> UInt[Array, "*runs bytes"]:
-    alone = partial(_pack_fields, bits, _join_slices)
+def _pack(
+    codes_of: Callable[[Array], Array], x: Shaped[Array, "*batch size"], bits: int
+) -> UInt[Array, "*batch bytes"]:
+    """`pack` of the codes `codes_of(x)`, each of one entry of x."""
+    *batch, size = x.shape
+    runs, rest = divmod(_capacity(bytes_of_codes(size, bits), bits), RUN)
+    cut = runs * RUN
+    if cut > size:
+        codes_of, x = lambda codes: codes, _lengthen(codes_of(x), cut)
+    parts = []
+    if runs or not rest:
+        # Cut, and made into codes, in the branch of `run_apart`: XLA:CPU then neither writes the codes of floats first,
+        # nor fuses a cut, which is another division for each entry, with what makes them.
+        parts.append(_pack_runs(lambda x: codes_of(x[..., :cut]).reshape(*batch, runs, RUN), x, bits))
+        parts = [part.reshape(*batch, cut * bits // 8) for part in parts]
+    if rest:
+        parts.append(_pack_rest(_lengthen(codes_of(x[..., cut:]), rest), bits))
+    return _concatenate(parts)
+
+
+def _lengthen(codes: Array, size: int) -> Array:
+    missing = size - codes.shape[-1]
+    return jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)]) if missing else codes
+
+
+def _pack_runs(cut: Callable[[Array], Array], x: Array, bits: int) -> UInt[Array, "*runs bytes"]:
+    def pack_cut(pack_codes: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        return lambda x: pack_codes(cut(x))
+
+    alone = pack_cut(partial(_pack_fields, bits, _join_slices))
     return lax.platform_dependent(
-        codes,
-        cpu=partial(run_apart, alone) if codes.size >= SMALL else alone,
-        tpu=partial(_pack_lanes, bits),
+        x,
+        cpu=partial(run_apart, alone) if x.size >= SMALL else alone,
+        tpu=pack_cut(partial(_pack_lanes, bits)),
         # The only form that a kernel of Triton can have.
-        default=partial(_pack_fields, bits, _join_planes),
+        default=pack_cut(partial(_pack_fields, bits, _join_planes)),
     )
 
 
 def _unpack_runs(words: UInt[Array, "*runs bytes"], bits: int) -> UInt[Array, "*runs codes"]:
-    alone = partial(_unpack_fields, bits, _split_slices)
+    alone = partial(_unpack_rows, bits)
     return lax.platform_dependent(
         words,
         cpu=partial(run_apart, alone) if words.size * 8 // bits >= SMALL else alone,
@@ -213,7 +239,8 @@ def _unpack_runs(words: UInt[Array, "*runs bytes"], bits: int) -> UInt[Array, "*
 
 
 def _pack_fields(bits: int, join: Callable[[Array, int], Array], codes: Array) -> Array:
-    return _concatenate([join(field.astype(jnp.uint8), width) for field, width in _cut_fields(codes, bits)])
+    fields = [join(field.astype(jnp.uint8), width) for field, width in _cut_fields(codes, bits)]
+    return fields[0] if len(fields) == 1 else jnp.concatenate(fields, axis=-1)
 
 
 def _unpack_fields(bits: int, split: Callable[[Array, int], Array], words: Array) -> Array:
@@ -225,15 +252,30 @@ def _unpack_fields(bits: int, split: Callable[[Array, int], Array], words: Array
     return reduce(operator.or_, fields)
 
 
+def _unpack_rows(bits: int, words: UInt[Array, "*runs bytes"]) -> UInt[Array, "*runs codes"]:
+    """In the form that XLA:CPU vectorizes: by the eight rows of a run, each from one row of every field."""
+    one, rows = _code_dtype(bits), []
+    for row in range(RUN // LANES):
+        parts = []
+        for low, width in _fields(bits):
+            first = LANES * (low + row % width)
+            field = words[..., first : first + LANES] >> jnp.uint8(row // width * width)
+            parts.append((field & jnp.uint8(2**width - 1)).astype(one) << one(low))
+        rows.append(reduce(operator.or_, parts))
+    return jnp.stack(rows, axis=-2).reshape(*words.shape[:-1], RUN)
+
+
 def _pack_lanes(bits: int, codes: UInt[Array, "*runs codes"]) -> UInt[Array, "*runs bytes"]:
     """In 32 bits and the tiles of a vector's layout on TPUs; in rows of bytes the program is several times as long."""
-    runs = codes.shape[:-1]
+    runs, fields = codes.shape[:-1], []
     wide = codes.astype(_wide_dtype(bits)).reshape(*runs, RUN // LANES, LANES)
-    fields = []
+    # Several narrow fields row by row: as whole fields the program is a quarter longer.
+    by_row = bits < 8 and 8 % bits > 0
     for field, width in _cut_fields(wide, bits):
-        planes = field.reshape(*runs, 8 // width, width, LANES)
-        shifted = [planes[..., j, :, :] << planes.dtype.type(width * j) for j in range(8 // width)]
-        fields.append(reduce(operator.or_, shifted))
+        one, step = field.dtype.type, 1 if by_row else width
+        for row in range(0, width, step):
+            rows = [field[..., first : first + step, :] for first in range(row, RUN // LANES, width)]
+            fields.append(reduce(operator.or_, [part << one(width * j) for j, part in enumerate(rows)]))
     words = fields[0] if len(fields) == 1 else jnp.concatenate(fields, axis=-2)
     return words.astype(jnp.uint8).reshape(*runs, bits * LANES)
 
@@ -243,11 +285,15 @@ def _unpack_lanes(bits: int, words: UInt[Array, "*runs bytes"]) -> UInt[Array, "
     runs = words.shape[:-1]
     wide = words.astype(_wide_dtype(bits)).reshape(*runs, bits, LANES)
     one, fields = wide.dtype.type, []
+    row = lax.broadcasted_iota(wide.dtype, (*runs, RUN // LANES, LANES), len(runs))
     for low, width in _fields(bits):
-        field = wide[..., None, low : low + width, :]
-        spread = jnp.broadcast_to(field, (*runs, 8 // width, width, LANES))
-        shifts = lax.broadcasted_iota(wide.dtype, spread.shape, len(runs)) * one(width)
-        codes = ((spread >> shifts) & one(2**width - 1)).reshape(*runs, RUN // LANES, LANES)
+        field = wide[..., low : low + width, :]
+        if width == bits:
+            shape = (*runs, 8 // width, width, LANES)
+            spread = jnp.broadcast_to(field[..., None, :, :], shape).reshape(row.shape)
+        else:
+            spread = jnp.concatenate([field] * (8 // width), axis=-2)
+        codes = (spread >> (row // one(width) * one(width))) & one(2**width - 1)
         fields.append(codes << one(low))
     return reduce(operator.or_, fields).astype(_code_dtype(bits)).reshape(*runs, RUN)
 
@@ -279,13 +325,6 @@ def _split_planes(words: UInt[Array, "*batch bytes"], width: int) -> UInt[Array,
     return codes.reshape(*batch, 8 // width * count)
 
 
-def _split_slices(words: UInt[Array, "*batch bytes"], width: int) -> UInt[Array, "*batch codes"]:
-    """The same, in the form that XLA:CPU vectorizes."""
-    mask = jnp.uint8(2**width - 1)
-    planes = jnp.stack([(words >> jnp.uint8(width * j)) & mask for j in range(8 // width)], axis=-2)
-    return planes.reshape(*words.shape[:-1], 8 // width * words.shape[-1])
-
-
 def _shifts(shape: tuple[int, ...], width: int) -> UInt[Array, "..."]:
     return lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 2) * jnp.uint8(width)
 
@@ -310,4 +349,9 @@ def _unpack_rest(words: UInt[Array, "*batch bytes"], bits: int, count: int) -> U
 
 
 def _concatenate(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+    if len(parts) == 1:
+        return parts[0]
+    join = partial(jnp.concatenate, axis=-1)
+    # Fused with what follows, XLA:CPU would ask for each entry in which part it is.
+    apart = partial(run_apart, join) if sum(part.size for part in parts) >= SMALL // 8 else join
+    return lax.platform_dependent(list(parts), cpu=apart, default=join)

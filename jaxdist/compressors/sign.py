@@ -14,7 +14,7 @@ from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .._core.xla_quirks import sum_rows
 from .base import Compressor
 from .one_pass import in_one_pass
-from .packing import pack, unpack
+from .packing import pack, pack_signs, unpack
 from .random import KeyOrStream, key_words, mix
 from .rounding import UnitRows, block_grid, from_buckets, from_unit, norms_of, to_buckets, to_unit
 
@@ -48,7 +48,7 @@ def sign() -> Compressor:
 
     def compress(x: Array, key: PRNGKeyArray) -> UInt[Array, " bytes"]:
         del key
-        return _pack_signs(x)
+        return pack_signs(x.reshape(-1))
 
     def decompress(payload: UInt[Array, " bytes"], like: Like) -> Array:
         return _unpack_signs(payload, math.prod(like.shape)).reshape(like.shape).astype(like.dtype)
@@ -143,7 +143,7 @@ def _signs_and_scales(bucket: int | None, scale_of: Callable[[UnitRows, Array], 
         scaled = to_unit(buckets)
         # A mean is at most the largest magnitude, except for rounding errors.
         scales = from_unit(jnp.minimum(scale_of(scaled, counts), scaled.largest), scaled.unit)
-        return SignPayload(_pack_signs(x), scales[:, 0])
+        return SignPayload(pack_signs(x.reshape(-1)), scales[:, 0])
 
     def decompress(payload: SignPayload, like: Like) -> Array:
         size = math.prod(like.shape)
@@ -151,10 +151,6 @@ def _signs_and_scales(bucket: int | None, scale_of: Callable[[UnitRows, Array], 
         return from_buckets(signs, payload.scales, like)
 
     return Compressor(in_one_pass(compress, bucket) if bucket else compress, decompress)
-
-
-def _pack_signs(x: Array) -> UInt[Array, " bytes"]:
-    return pack((x.reshape(-1) >= 0).astype(jnp.uint8), 1)
 
 
 def _unpack_signs(words: UInt[Array, " bytes"], size: int) -> Float[Array, " size"]:
@@ -309,7 +305,7 @@ def drive(*, block: int = 256) -> Compressor:
         rotated = _product(blocks.rows * _random_signs(seed, width), width)
         # A mean is at most the largest magnitude, except for rounding errors.
         scales = from_unit(jnp.minimum(sum_rows(jnp.abs(rotated)) / width, blocks.largest), blocks.unit)
-        return DrivePayload(pack((rotated >= 0).astype(jnp.uint8).reshape(-1), 1), scales[:, 0], seed)
+        return DrivePayload(pack_signs(rotated.reshape(-1)), scales[:, 0], seed)
 
     def decompress(payload: DrivePayload, like: Like) -> Array:
         size = math.prod(like.shape)

@@ -5,15 +5,18 @@ Payloads need keys, a mean that decodes them one after the other, and an order a
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import DTypeLike
 
-from .._core.compat import mesh_axes_left_over
-from .._core.types import Array, Int, Key, Like, Payload, PyTree, Updates
+from .._core.compat import cast_varying, mesh_axes_left_over, varying_axes
+from .._core.types import Array, Int, Key, Like, Payload, PyTree, Shaped, UInt, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import Sharded, axis_tuple, flatten_marks, is_mark, map_marked, with_value
@@ -197,13 +200,10 @@ def _to_bytes(x: Array) -> Array:
         return lax.bitcast_convert_type(x.ravel(), jnp.uint8)
 
     def in_order(x: Array) -> Array:
-        return lax.bitcast_convert_type(x.ravel(), jnp.uint8).ravel()
+        return lax.bitcast_convert_type(x, jnp.uint8).ravel()
 
-    def in_planes(x: Array) -> Array:
-        return lax.bitcast_convert_type(x.ravel(), jnp.uint8).T.ravel()
-
-    # All first bytes, then all second ones: XLA:TPU unrolls the bytes of a number beside each other.
-    return lax.platform_dependent(x, tpu=in_planes, default=in_order)
+    # XLA:TPU unrolls the bytes of a number beside each other, also those that are transposed afterwards.
+    return lax.platform_dependent(x.ravel(), tpu=to_byte_planes, default=in_order)
 
 
 def _from_bytes(words: Array, like: Array) -> Array:
@@ -215,11 +215,23 @@ def _from_bytes(words: Array, like: Array) -> Array:
     def in_order(words: Array) -> Array:
         return lax.bitcast_convert_type(words.reshape(*batch, like.size, width), like.dtype)
 
-    def in_planes(words: Array) -> Array:
-        planes = words.reshape(*batch, width, like.size)
-        return lax.bitcast_convert_type(planes.swapaxes(-1, -2), like.dtype)
-
+    in_planes = partial(from_byte_planes, dtype=like.dtype)
     return lax.platform_dependent(words, tpu=in_planes, default=in_order).reshape(*batch, *like.shape)
+
+
+def to_byte_planes(x: Shaped[Array, " size"]) -> UInt[Array, " bytes"]:
+    """The lowest bytes of all numbers, then their second bytes, and so on."""
+    word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, word)
+    return jnp.concatenate([(bits >> word.type(8 * i)).astype(jnp.uint8) for i in range(word.itemsize)])
+
+
+def from_byte_planes(words: UInt[Array, "*batch bytes"], *, dtype: DTypeLike) -> Shaped[Array, "*batch size"]:
+    """The inverse of `to_byte_planes`."""
+    word = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+    planes = jnp.split(words, word.itemsize, axis=-1)
+    shifted = [plane.astype(word) << word.type(8 * i) for i, plane in enumerate(planes)]
+    return lax.bitcast_convert_type(reduce(operator.or_, shifted), dtype)
 
 
 def length(size: int, workers: int) -> int:
@@ -377,13 +389,25 @@ def decode_mean(
 
     `add(payload, total)`, if there is one, is `total + decode(payload)`.
     """
-    first, rest = jax.tree.map(lambda x: x[0], payloads), jax.tree.map(lambda x: x[1:], payloads)
+    first = jax.tree.map(lambda x: x[0], payloads)
     workers = jax.tree.leaves(payloads)[0].shape[0]
-    total = decode(first)
-    if workers > 1:
-        extend = add or (lambda payload, total: total + decode(payload))
-        total, _ = lax.scan(lambda total, payload: (extend(payload, total), None), total, rest)
-    return total / workers
+    if workers == 1:
+        return decode(first)
+    extend = add or (lambda payload, total: total + decode(payload))
+
+    def add_all(total: Array, payloads: Payload) -> Array:
+        return lax.scan(lambda total, payload: (extend(payload, total), None), total, payloads)[0]
+
+    def sum_from_first(payloads: Payload) -> Array:
+        return add_all(decode(first), jax.tree.map(lambda x: x[1:], payloads))
+
+    def sum_from_zero(payloads: Payload) -> Array:
+        like = jax.eval_shape(decode, first)
+        axes = frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(payloads)))
+        return add_all(cast_varying(jnp.zeros(like.shape, like.dtype), axes), payloads)
+
+    # A sum from zero takes a pass more; a second decoder, beside that of the loop, doubles the program of a TPU.
+    return lax.platform_dependent(payloads, tpu=sum_from_zero, default=sum_from_first) / workers
 
 
 def after(updates: Updates, previous: PyTree) -> Updates:

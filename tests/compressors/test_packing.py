@@ -100,7 +100,7 @@ def test_programs_of_all_backends_have_the_same_order(bits):
     for form in (
         partial(packing._unpack_lanes, bits),
         partial(packing._unpack_fields, bits, packing._split_planes),
-        partial(packing._unpack_fields, bits, packing._split_slices),
+        partial(packing._unpack_rows, bits),
     ):
         np.testing.assert_array_equal(jax.jit(form)(expected), codes)
 
@@ -113,6 +113,15 @@ def test_long_arrays_are_packed_apart_on_cpus(bits):
     words = jax.jit(jax.vmap(lambda x: pack(x, bits)))(codes)
     np.testing.assert_array_equal(words[1], pack_on_host(codes[1], bits))
     np.testing.assert_array_equal(jax.jit(jax.vmap(lambda x: unpack(x, bits, codes.shape[1])))(words), codes)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("size", [7, 1024, 32 * 1024 + 1020, 40 * 1024, 40 * 1024 + 300])
+def test_signs_are_packed_like_their_bits(size):
+    """Also where the last run is not whole, or made whole by padding."""
+    x = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    x[::5] = 0.0
+    np.testing.assert_array_equal(jax.jit(packing.pack_signs)(x), pack_on_host((x >= 0).astype(np.uint8), 1))
 
 
 @pytest.mark.parametrize("bits", [0, -1, 33])

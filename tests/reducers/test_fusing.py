@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from register_run import State
 
 import jaxdist as jd
-from jaxdist.wire.flat import concatenate, fuse, fuse_bytes
+from jaxdist.wire.flat import concatenate, from_byte_planes, fuse, fuse_bytes, to_byte_planes
 
 KINDS = [(3,), (), (4, 5), (2, 3, 2), (7,), (1,), (5, 4), (0, 4), (6, 6), (12,)]
 LIKE = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 10 * KINDS]
@@ -70,6 +71,16 @@ def test_large_leaves_are_not_copied_into_a_stack():
         return reducer.reduce(x, reducer.init(x), jd.comm.alone())[0]
 
     assert jax.jit(reduce).lower(x).compile().memory_analysis().temp_size_in_bytes < 2**23
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.bfloat16, jnp.int16])
+def test_bytes_in_planes_are_those_of_the_numbers(dtype):
+    """The form of TPUs, also of several rows."""
+    x = jnp.asarray([[1.5, -2.0, 300.0], [0.0, 7.0, 8.0]], dtype)
+    words = jax.vmap(to_byte_planes)(x)
+    # One row of each byte, from the lowest on.
+    np.testing.assert_array_equal(words.reshape(2, -1, 3).swapaxes(1, 2), np.asarray(x)[..., None].view(np.uint8))
+    np.testing.assert_array_equal(from_byte_planes(words, dtype=dtype), x)
 
 
 @pytest.mark.parametrize(("workers", "packs"), [(1, False), (2, True)])
