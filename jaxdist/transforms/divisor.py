@@ -281,7 +281,7 @@ def _is_guarded(values: list[_Value], chosen: _Value, source: int | None = None)
 def _follow_quotient(name: str, values: list[_Value], out: _Value, same: _Value | None) -> _Quotient | None:
     quotients = [x.quotient for x in values if x.quotient]
     if not quotients:
-        found = _begin_quotient(*values) if name == "div" else None
+        found = _begin_quotient(*values) if name == "div" else _UNKNOWN if _may_divide(name, values, out) else None
     elif _UNKNOWN in quotients:
         found = _UNKNOWN
     elif same:
@@ -305,6 +305,15 @@ def _follow_quotient(name: str, values: list[_Value], out: _Value, same: _Value 
     if found.terms == _ROWS and out.shape == ():
         return found._replace(terms=_TOTAL) if name in ("reduce_sum", "dot_general") else _UNKNOWN
     return found
+
+
+def _may_divide(name: str, values: list[_Value], out: _Value) -> bool:
+    """Returns whether a number of rows is used where a division by it would not be seen."""
+    if name in ("integer_pow", "pow", "rsqrt"):
+        # As `mask.sum() ** -1`, which is multiplied later.
+        return out.shape == () and not out.params and values[0].divisor is not None
+    # The branches of a cond and the bodies of loops are not followed.
+    return name in LOOP_RULES and out.shape == () and out.params and any(x.divisor or x.test for x in values)
 
 
 def _begin_quotient(top: _Value, bottom: _Value) -> _Quotient | None:

@@ -217,6 +217,9 @@ def mean_of(errors, mask):
 
 
 OTHERS = {
+    "power": lambda e, m, _: jnp.sum(e * m) * jnp.maximum(jnp.sum(m), 1) ** -1,
+    "cond": lambda e, m, _: jax.lax.cond(jnp.sum(m) > 0, lambda: jnp.sum(e * m) / jnp.sum(m), lambda: 0.0),
+    "loop": lambda e, m, _: (lambda n: jax.lax.fori_loop(0, 2, lambda _, t: t + jnp.sum(e * m) / n, 0.0))(jnp.sum(m)),
     "two divisors": lambda e, m, o: mean_of(e, m) + mean_of(e, o),
     "two divisors of rows": lambda e, m, o: jnp.sum(e * (m / m.sum() + o / o.sum())),
     "a stack": lambda e, m, o: jnp.stack([mean_of(e, m), mean_of(e, o)]).mean(),
