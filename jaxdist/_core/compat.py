@@ -17,6 +17,8 @@ from .types import Array, PyTree
 
 Jaxpr = core.Jaxpr
 Literal = core.Literal
+# Whether XLA:CPU computes `(c r) u` as `r (c u)` for a constant c.
+REORDERS_PRODUCTS = jax.__version_info__ < (0, 12)
 # Type checkers do not see it in jax 0.12.
 ClosedJaxpr = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import DTypeLike, Inexact, Num
 
+from .compat import REORDERS_PRODUCTS
 from .types import Array, Float, Int, Shaped
 
 # The entries that one reduction of a maximum takes together.
@@ -33,7 +34,9 @@ def hide_constants(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     overflow, or be flushed to zero. That of jax 0.12 does not.
     """
     # XLA:GPU does not fuse what is before a barrier with what is behind it, which XLA:CPU does.
-    return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=_with_hidden_zero)
+    # Of jax 0.12 it would write the array there.
+    on_cpu = lax.optimization_barrier if REORDERS_PRODUCTS else lambda x: x
+    return lax.platform_dependent(x, cpu=on_cpu, default=_with_hidden_zero)
 
 
 def _with_hidden_zero(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
