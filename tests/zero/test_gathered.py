@@ -160,6 +160,10 @@ def dense_loss(p, x):
     return jnp.mean(jnp.tanh(x @ p["w"]) ** 2)
 
 
+def times(collectives, kind):
+    return sum(op.count for op in collectives.ops if op.kind == kind)
+
+
 def test_bytes_of_a_window_of_parts():
     """Micro-batches gather and reduce in each part; a mean over the parts inside of `gathered` once."""
     parts = 4
@@ -177,14 +181,15 @@ def test_bytes_of_a_window_of_parts():
         state = jd.place({"w": shard({"w": jnp.eye(64)}, smallest=0)}, mesh)
         x = np.random.default_rng(0).normal(size=(8 * parts, 64)).astype(np.float32)
         compiled = jd.distribute(step, mesh, donate=False).lower(state, x).compile()
-        return analysis.collectives(compiled).wire_bytes, compiled(state, x)[0]
+        return analysis.collectives(compiled), compiled(state, x)[0]
 
     once, expected = run(jd.local_value_and_grad(gathered(dense_loss)))
     of_window, found = run(jd.local_value_and_grad(gathered(window)))
     of_parts, again = run(jd.local_value_and_grad(gathered(dense_loss), micro_batches=parts))
-    assert of_window == once
-    # The metric, four bytes, is sent once.
-    assert of_parts > 0.99 * parts * once
+    assert of_window.wire_bytes == once.wire_bytes
+    # XLA of jax 0.12 gathers parameters a second time for the backward pass; gradients are reduced once a pass.
+    assert times(of_parts, "all-to-all") == parts * times(once, "all-to-all")
+    assert times(of_parts, "all-gather") >= parts
     assert_close(found, expected, 1e-6)
     assert_close(again, expected, 1e-6)
 
