@@ -135,3 +135,17 @@ def test_they_are_not_sharded():
     sharded = jd.zero.shard(PARAMS, smallest=0)
     assert isinstance(sharded["params"]["w"], jd.Sharded)
     assert isinstance(sharded[VALUES]["amax"], jax.Array)
+
+
+@pytest.mark.parametrize(("counts", "expected"), [((1.0, 0.0), 2.0), ((1.0, 1.0), 9.0), ((0.0, 0.0), 9.0)])
+def test_statistics_of_a_part_without_weight_are_left_out(counts, expected):
+    """Unless no part has any: then those of all are as good as others."""
+
+    # A loss whose derivative with respect to the statistic is the largest entry of the part.
+    def loss(params, batch):
+        return jnp.sum(params["w"] * batch["x"]) + params[VALUES] * batch["x"].max()
+
+    params = {"w": jnp.zeros(()), VALUES: jnp.zeros(())}
+    batch = {"x": jnp.array([1.0, 2.0, 3.0, 9.0]), "count": jnp.repeat(jnp.array(counts), 2)}
+    gradient = jd.local_value_and_grad(loss, micro_batches=2, weights=lambda part: part["count"].sum(), axis=None)
+    assert gradient(params, batch)[1][VALUES] == expected
