@@ -245,24 +245,27 @@ def make_transformation(run: Run, setting: Setting) -> Any:
     return jd.local_sgd.diloco(inner, **rounds)
 
 
-def model_of(run: Run, state: dict[str, Any]) -> Any:
-    if run.place == "steps":
+def model_of(place: str, state: dict[str, Any]) -> Any:
+    if place == "steps":
         return state["params"]
-    return jd.consensus(state["params"]) if run.place == "gossip" else jd.local_sgd.global_params(state["opt"])
+    return jd.consensus(state["params"]) if place == "gossip" else jd.local_sgd.global_params(state["opt"])
 
 
-def make_state(run: Run, seed: Any, setting: Setting) -> dict[str, Any]:
+MakeTransformation = Callable[[Setting], Any]
+
+
+def make_state(place: str, workers: int, make_tx: MakeTransformation, seed: Any, setting: Setting) -> dict[str, Any]:
     key = jax.random.key(seed)
     params = init(jax.random.fold_in(key, 0))
-    opt_state = make_transformation(run, setting).init(params)
+    opt_state = make_tx(setting).init(params)
 
     # Draws of the reducers differ from seed to seed as well.
     def reseed(leaf):
         return jax.random.fold_in(leaf, seed) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
     opt_state = jax.tree.map(reseed, opt_state)
-    params = params if run.place == "steps" else jd.PerWorker(params)
-    return jd.init_state(lambda: {"params": params, "opt": opt_state, "data": key, "setting": setting}, run.workers)
+    params = params if place == "steps" else jd.PerWorker(params)
+    return jd.init_state(lambda: {"params": params, "opt": opt_state, "data": key, "setting": setting}, workers)
 
 
 def is_count(leaf: Any) -> bool:
@@ -276,8 +279,15 @@ def program_of(run: Run) -> Run:
     return run._replace(form=f"{form}, factor" if how and how != "fitted" else run.form)
 
 
+Program = Callable[[Setting, Any], Any]
+
+
 @lru_cache(maxsize=1)
-def make_program(run: Run) -> Callable[[Setting, Any], Any]:
+def make_program(run: Run) -> Program:
+    return program_of_training(run.place, run.workers, partial(make_transformation, run))
+
+
+def program_of_training(place: str, workers: int, make_tx: MakeTransformation) -> Program:
     """`program(settings, seeds) -> losses`, held-out, `[settings, seeds]`."""
     text, held_out = (jnp.asarray(x) for x in tokens())
     test = windows_at(held_out, jnp.arange(HELD_OUT) * (len(held_out) // HELD_OUT - 1))
@@ -286,24 +296,24 @@ def make_program(run: Run) -> Callable[[Setting, Any], Any]:
         key = jax.random.fold_in(jax.random.fold_in(state["data"], number[0]), jax.lax.axis_index("data"))
         batch = windows_at(text, jax.random.randint(key, (BATCH,), 0, len(text) - CONTEXT - 1))
         _, gradients = jd.local_value_and_grad(loss_of)(state["params"], batch)
-        tx = make_transformation(run, state["setting"])
+        tx = make_tx(state["setting"])
         updates, opt_state = tx.update(gradients, state["opt"], state["params"])
         return state | {"params": optax.apply_updates(state["params"], updates), "opt": opt_state}, ()
 
-    simulated = jd.simulate(step, run.workers)
+    simulated = jd.simulate(step, workers)
 
     def program(settings, seeds):
         def start(setting):
-            return jax.vmap(lambda seed: make_state(run, seed, setting), out_axes=axes)(seeds)
+            return jax.vmap(lambda seed: make_state(place, workers, make_tx, seed, setting), out_axes=axes)(seeds)
 
-        shapes = jax.eval_shape(lambda: make_state(run, seeds[0], jax.tree.map(lambda x: x[0], settings)))
-        # Counts are not mapped, so that what depends on them stays a branch.
-        axes = jax.tree.map(lambda leaf: None if leaf.dtype == jnp.int32 else 0, shapes)
+        first = jax.tree.map(lambda x: x[0], settings)
+        shapes = jax.eval_shape(lambda: make_state(place, workers, make_tx, seeds[0], first))
+        axes = jax.tree.map(lambda leaf: None if is_count(leaf) else 0, shapes)
         state = jax.vmap(start, out_axes=axes)(settings)
         mapped = jax.vmap(jax.vmap(simulated, (axes, None), (axes, None)), (axes, None), (axes, None))
-        numbers = jnp.broadcast_to(jnp.arange(STEPS)[:, None], (STEPS, run.workers))
+        numbers = jnp.broadcast_to(jnp.arange(STEPS)[:, None], (STEPS, workers))
         state, _ = jax.lax.scan(lambda state, number: (mapped(state, number)[0], None), state, numbers)
-        return jax.vmap(jax.vmap(lambda state: loss_of(model_of(run, state), test), (axes,)), (axes,))(state)
+        return jax.vmap(jax.vmap(lambda state: loss_of(model_of(place, state), test), (axes,)), (axes,))(state)
 
     return jax.jit(program)
 
@@ -338,28 +348,38 @@ def runs(given: argparse.Namespace) -> Iterator[Run]:
 
 
 def measure(run: Run, seeds: list[int]) -> Iterator[dict[str, Any]]:
-    """Trains with each optimizer at each rate, and at further ones where the best is an end; yields a row for each."""
+    """Trains with each optimizer at each rate, and yields a row for each optimizer."""
     _, _, how = run.form.partition(", ")
     factor = factor_of(codes()[run.code], how) if how and how != "fitted" else 1.0
     began = time.perf_counter()
+    found = try_rates(make_program(program_of(run)), run.place, seeds, factor)
+    took = round(time.perf_counter() - began, 1)
+    for row in rows_of_rates(found, seeds):
+        yield run._asdict() | row | {"factor": round(factor, 4), "seconds": took, "jax": jax.__version__}
+
+
+def try_rates(program: Program, place: str, seeds: list[int], factor: float = 1.0) -> dict[str, dict[float, Any]]:
+    """The losses of all seeds by optimizer and rate: those of a place, and further ones where the best is an end."""
     # The same number of rates again, so that they run in the same program.
-    grids, found = dict(RATES[run.place]), {name: {} for name in RATES[run.place]}
+    grids, found = dict(RATES[place]), {name: {} for name in RATES[place]}
     for _ in range(3):
         each = [(rate, name == "adamw", factor) for name, values in grids.items() for rate in values]
         settings = Setting(*(jnp.asarray(x) for x in zip(*each, strict=True)))
-        losses = np.asarray(make_program(program_of(run))(settings, jnp.asarray(seeds, jnp.uint32)))
+        losses = np.asarray(program(settings, jnp.asarray(seeds, jnp.uint32)))
         for (rate, is_adam, _), row in zip(each, losses, strict=True):
             found["adamw" if is_adam else "momentum"][rate] = row
         grids = {name: beyond(grids[name], found[name]) for name in grids}
         if all(grid[0] in found[name] and grid[-1] in found[name] for name, grid in grids.items()):
             break
-    took = round(time.perf_counter() - began, 1)
+    return found
+
+
+def rows_of_rates(found: dict[str, dict[float, Any]], seeds: list[int]) -> Iterator[dict[str, Any]]:
     for name, by_rate in found.items():
         rates = sorted(by_rate)
         # What diverged has no number.
         losses = [[round(float(x), 5) if np.isfinite(x) else None for x in by_rate[rate]] for rate in rates]
-        row = run._asdict() | {"optimizer": name, "rates": rates, "seeds": seeds, "losses": losses}
-        yield row | {"factor": round(factor, 4), "seconds": took, "jax": jax.__version__}
+        yield {"optimizer": name, "rates": rates, "seeds": seeds, "losses": losses}
 
 
 def beyond(grid: tuple[float, ...], found: dict[float, Any]) -> tuple[float, ...]:

@@ -142,8 +142,8 @@ def random_k(density: float, *, unbiased: bool = False) -> Compressor:
     from the seed, which is sent as four floats of one byte each, so that the average of equal seeds is the seed.
 
     Args:
-      density: the share that is kept, in (0, 1]. Start at 0.1: it needs about ten times the density of `top_k`, but
-        costs the same for any number of workers and no search for the largest.
+      density: the share that is kept, in (0, 1]. It needs far more than `top_k`, 0.05 with feedback was useless on
+        digits (`benchmarks/reports/2026-11-compression`), but costs the same for any number of workers and no search.
       unbiased: multiply by d/k; for use without error feedback.
 
     Examples:

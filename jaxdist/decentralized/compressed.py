@@ -47,9 +47,10 @@ def choco(compressor: Compressor, *, step_size: float | int) -> Method:
 
     Args:
       compressor: of one array; it must state its contraction or its variance.
-      step_size: `γ` in (0, 1], the step towards the neighbors. Too high diverges: with the largest of 10 entries on a
-        ring of 8 workers .5 does, .2 reaches consensus fastest, and .1 and .05 are slower. Start near the share of
-        entries that are sent, or at 0.5 with 4 to 8 bits; without compression 1 is plain gossip.
+      step_size: `γ` in (0, 1], the step towards the neighbors. Start at 0.5 and halve it if the loss or the distance of
+        the models grows: the largest of 10 entries on a ring of 8 workers diverge at .5, and agree fastest at .2. Too
+        low is slow: on a ring of 4 that train a language model by the largest tenth, 0.5, 0.2 and 0.1 ended 0.2, 1
+        and 2 % above `d_psgd` (`benchmarks/reports/2026-11-starts`). Without compression 1 is plain gossip.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd

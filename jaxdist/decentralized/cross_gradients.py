@@ -133,7 +133,8 @@ def sharpness_aware(
 
     Args:
       value_and_grad: of the first argument, as `local_value_and_grad(loss)` returns it.
-      radius: `ρ` > 0. Too large smooths the loss too much; start at 0.05.
+      radius: `ρ` > 0. Too large smooths the loss too much. 0.05 is that of Foret et al., and of our comparison on
+        digits that differ between workers (`benchmarks/reports/2026-11-claims`).
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd

@@ -66,7 +66,8 @@ def loss_biased_sampling(examples: int, *, pool: int, axis: AxisNames = "data") 
     Args:
       examples: `n`, the size of the data set.
       pool: the number of hardest examples from which slow workers draw, at most `n`. Too few repeat outliers and wrong
-        labels; `n` is uniform sampling. Start at `n/5`.
+        labels; `n` is uniform sampling. Where some digits were rare `n/30` gained a seventh of the loss and `n/5`
+        nothing; with all digits neither did (`benchmarks/reports/2026-11-uneven`).
       axis: the axis of the workers; `None` is a single worker.
 
     Raises:

@@ -87,8 +87,8 @@ def pipelined(
       tx: an optimizer of optax that treats each layer separately: Adam, Lion, LAMB, clipping by entry or block. No
         clipping by the global norm, and no `all_reduce`: use `reducer`.
       defer: the number of layers that wait; 0 is an ordinary step with a collective for each layer. More hides more
-        behind the forward pass, and less behind backward; it takes the memory of their gradients. Start at half of the
-        layers.
+        behind the forward pass, and less behind backward; it takes the memory of their gradients.
+        `schedule.choose_defer` computes it for a link.
       layers: the top-level entries of the parameters in forward order, tuples of entries where several make up a layer
         (a collective for every bias costs its latency). `jd.schedule.forward_order` reads it from a loss. `None`: the
         order of a sequence.

@@ -170,7 +170,8 @@ def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
     *State*: that of both, and a replicated count. The law is the weaker one of the two.
 
     Args:
-      step: the number of reductions by `first`. Start at a tenth of the training.
+      step: the number of reductions by `first`. PyTorch suggests a tenth of the training for PowerSGD, and no fewer
+        than the steps of a warm-up.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd

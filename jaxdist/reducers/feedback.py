@@ -270,9 +270,10 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
     updates.
 
     Args:
-      reducer: compresses the change; a contraction, as in `error_feedback`. Around unbiased codes it gains nothing.
+      reducer: compresses the change; a contraction, as in `error_feedback`. Around unbiased codes it loses.
       eta: the weight of the new gradient, in (0, 1]. Lower averages more noise away and follows more slowly; start at
-        0.1 with small batches, 1 with full gradients.
+        0.3 with small batches, 1 with full gradients. In a small language model 0.3 ended 8 to 9 % above `exact`, 1 and
+        0.1 10 to 15 % (`benchmarks/reports/2026-11-starts`).
 
     Raises:
       ValueError: `eta` is outside (0, 1], the reducer is no contraction, or its law is `Law.UNBIASED`.

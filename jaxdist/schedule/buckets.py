@@ -132,7 +132,8 @@ def assign_buckets(
 
     Args:
       sizes: bytes of each leaf.
-      bucket_bytes: the cap. Too small pays latency for every bucket, too large leaves no overlap; start at 25 MiB.
+      bucket_bytes: the cap. Too small pays latency for every bucket, too large leaves no overlap; PyTorch has
+        25 MiB.
       first_bucket_bytes: the cap of the first bucket in definition order, whose gradients come last.
       kinds: one for each leaf; leaves of different kinds (dtypes) are in different buckets.
 

@@ -101,7 +101,7 @@ def quadratic(learning_rate: Rate, alpha: float | int, base: int, *, most: int =
 def doubling(every: int, period: int) -> Period:
     """`H = min(period, 2^(t // every))`: 1 at first, doubled after each `every` steps.
 
-    Start with an `every` of a hundredth of the training.
+    Rounds are full after `every · log2(period)` steps.
 
     Examples:
       >>> from jaxdist.schedule import doubling
@@ -209,7 +209,8 @@ def ada_comm(period: int, *, most: int = 2**20) -> AdaComm:
 
     *State*: four replicated numbers. Pass `state.period` to the update of `local_steps` as `sync_period=`.
 
-    Start with an `H_0` (`period`) with which communication takes a tenth of the time; no round is longer than `most`.
+    Try a few `H_0` (`period`) in the first interval. Too long a start is not made good later: where an average took as
+    long as four steps, 32 ended above a constant 4 (`benchmarks/reports/2026-11-claims`). No round exceeds `most`.
     The user chooses the intervals, each epoch or a time that is the same on all workers; `loss` must be the mean over
     workers, and positive: others leave the period as it is. The first update, with the loss at the start, sets the
     reference for the others.

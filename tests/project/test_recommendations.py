@@ -22,6 +22,7 @@ from jaxdist._cli.spellings import parse
 
 PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("examples/*.py")])
 TABLE = REPOSITORY / "benchmarks/reports/2026-11-feedback/feedback.jsonl"
+COMMANDS = REPOSITORY / "benchmarks/reports/2026-11-starts/commands.jsonl"
 MEMORIES = ("error_feedback", "loco", "ef21")
 NAMES = {**vars(compressors), **vars(reducers), **vars(jd), "jd": jd, "jax": jax, "jnp": jnp}
 # In a command, or after the method whose rounds it is used in.
@@ -137,6 +138,41 @@ def test_the_report_has_the_table_of_its_rows_and_its_script_makes_each_of_them(
     asked = argparse.Namespace(places=["diloco", "gossip"], workers=[4])
     chosen = [*script["runs"](asked)]
     assert len(chosen) == len(set(chosen)) > 50
+
+
+# --- commands in shell blocks ---
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    return argparse.Namespace(**runpy.run_path(str(REPOSITORY / "benchmarks/quality/commands.py")))
+
+
+def test_commands_of_pages_are_read_as_compare_spells_them(commands):
+    read = commands.read_command("jaxdist train --sync diloco:H=50 --reducer ef:qsgd:4 --steps 500")
+    assert read == (("text", "adamw:1e-3", 500), ("diloco:H=50/ef:qsgd:4",))
+    read = commands.read_command("jaxdist compare --reducers exact ef:sign --workload digits --seeds 3")
+    assert read == (("digits", "adamw:2e-3", 200), ("exact", "ef:sign"))
+    left_out = ["train --zero 3 --reducer two_shot:int8", "train --reducer my_reducers:diana", "train --steps 1000"]
+    assert not any(commands.read_command(f"jaxdist {command}") for command in left_out)
+    plain = ["exact", "ef:sign", "diloco:H=9/ef:qsgd:4", "diloco:H=9/qsgd:4", "compressed_adam:2e-3/ef:sign"]
+    found = [commands.plain_form(method) for method in plain]
+    assert found == [None, "sign", "diloco:H=9/qsgd:4", "diloco:H=9", "compressed_adam:2e-3/sign"]
+
+
+def test_commands_of_pages_are_no_worse_than_their_plain_form(commands):
+    """The held-out losses of the report, which has each of them; a memory that loses would be bad advice."""
+    rows, named = commands.read_rows(COMMANDS), commands.methods_of_pages()
+    assert sum(len(methods) for methods in named.values()) > 20
+    for setting, methods in named.items():
+        for method in methods:
+            losses = rows[setting][method]
+            assert len(losses) == 3
+            plain = commands.plain_form(method)
+            if plain:
+                assert not is_worse(losses, rows[setting][plain], 0.005), (setting, method)
+    assert COMMANDS.with_suffix(".md").read_text() == commands.make_table(rows) + "\n"
 
 
 # --- a small run of each line ---

@@ -58,7 +58,7 @@ class TrainOptions(Options):
     Examples:
       jaxdist train
       jaxdist train --reducer ef:top_k:0.01 --text my-notes/ --steps 500
-      jaxdist train --sync diloco:H=50 --save-every 50 --resume
+      jaxdist train --sync diloco:H=20,warmup_steps=40 --save-every 50 --resume
       jaxdist train --sync diloco:H=50 --islands s3://bucket/run-7 --name eu-1
       jaxdist train --engine ray --rule ad_psgd --workers 3
     """

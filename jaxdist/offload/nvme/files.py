@@ -39,7 +39,7 @@ class Store(NamedTuple):
     Attributes:
       path: a folder, on a fast disk with space for twice the state. Each process has its own subfolder.
       chunk_bytes: the bytes that are read, computed and written at a time. Too small: requests slow the disk down.
-        Start with 64 MiB.
+        64 MiB had 0.75 to 0.94 of the speed of a plain copy (`benchmarks/reports/2026-11-zero`); others are untried.
       host_bytes: the host memory for chunks, by default three chunks. With one, reads, computation and writes take
         turns; with two they overlap in part; with three fully. More does not help.
       direct: bypass the page cache of the system, which is faster and saves host memory. By default where the file

@@ -104,7 +104,8 @@ def prague(
 
     Args:
       optimizer: the local optimizer of each worker.
-      group_size: the largest number of workers in a group. 2 mixes slowly, large groups wait longer; start with 3 or 4.
+      group_size: the largest number of workers in a group. 2 mixes slowly, large groups wait longer; our
+        comparisons have 4 (`benchmarks/reports/2026-11-asynchronous`).
       groups: the policy, see above.
       max_lag: of *smart*, in requests; infinity excludes no worker. With a small value random slowdowns split the
         workers.

@@ -115,8 +115,8 @@ def ringmaster(max_delay: int, optimizer: optax.GradientTransformation, *, stop:
     State: the server's model and optimizer; a worker's model.
 
     Args:
-      max_delay: R. 1 uses only gradients at the current model; no bound is `asgd`. Start with the number of workers
-        that are about equally fast.
+      max_delay: R. 1 uses only gradients at the current model; no bound is `asgd`. With R equally fast workers every
+        gradient is R - 1 steps old, so the number of those discards none of theirs, as below.
       optimizer: the optimizer of the server.
       stop: send a worker the current model as soon as its gradient will be too old, so that it restarts there instead
         of finishing a gradient that would be discarded.
