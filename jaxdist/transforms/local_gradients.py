@@ -27,7 +27,7 @@ from ..state.marks import (
     with_value,
 )
 from .overwritten import explain_overwritten
-from .weights import keep_unsent, keep_unused, scale, weight_of_leaves, weight_of_worker, zero_unless
+from .weights import keep_unsent, keep_unused, scale, weight_of, weight_of_leaves, weight_of_worker, zero_unless
 
 
 def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> optax.GradientTransformationExtraArgs:
@@ -187,13 +187,6 @@ def reduce_weighted(
         mean, new_state = reduce(scale(updates, weight if divide else examples), state)
     # Without any example the step is skipped, residuals included.
     return zero_unless(some, mean), keep_unsent(some, new_state, state, updates), some
-
-
-def weight_of(examples: Array, comm: Comm) -> tuple[Array, Array]:
-    """Returns `examples / mean(examples)`, for four bytes on the wire, and whether any worker has examples."""
-    mean = comm.mean(comm.varying(examples))
-    # n_w / mean(n): the weights have the mean 1, so that thresholds and scales of compressors keep their meaning.
-    return examples / jnp.where(mean > 0, mean, 1), mean > 0
 
 
 def refuse_model_axes(what: str, advice: str) -> None:
