@@ -52,8 +52,9 @@ def averaged(
       The function with the same arguments. Floating results are means; others stay as they are.
 
     Raises:
-      ValueError: `examples` is a tree; when the function is called, if types are checked, for results that differ between workers although `f`
-        communicates, of which it cannot be told what is missing, and for integers that differ.
+      ValueError: `examples` is a tree; when the function is called, if types are checked, for results that differ
+        between workers although `f` communicates, of which it cannot be told what is missing, and for integers that
+        differ.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -138,8 +139,8 @@ def check_functions(extra_args: dict[str, Any], params: PyTree, axis: AxisNames,
         known = getattr(extra_args.get(name), "__dict__", {})
         if is_weighted and known.get("is_averaged") and not known.get("is_weighted"):
             raise ValueError(
-                f"the gradients of this step are weighted, and {name}= is a mean in which all workers count alike: pass "
-                f"examples= and active= there too, {name}=jd.transforms.averaged(f, examples=...)"
+                f"the gradients of this step are weighted, and {name}= is a mean in which all workers count alike: "
+                f"pass examples= and active= there too, {name}=jd.transforms.averaged(f, examples=...)"
             )
     if params is None or not axis_tuple(axis) or _under_vmap(axis):
         return
