@@ -249,7 +249,9 @@ def explain_wrapped_communication(state: PyTree) -> str | None:
                 "skip_nonfinite(tx), or put it inside, zero_redundancy(optax.apply_if_finite(optimizer, ...))"
             )
         # Inside offload.host its own sums are in host memory too.
-        if isinstance(node, optax.MultiStepsState) and _has(node.inner_opt_state, OnHost) > _has(node.acc_grads, OnHost):
+        if isinstance(node, optax.MultiStepsState) and _has(node.inner_opt_state, OnHost) > _has(
+            node.acc_grads, OnHost
+        ):
             return (
                 "optax.MultiSteps around offload.host selects between states in host memory and on the device, which "
                 "JAX refuses: put it inside, offload.host(optax.MultiSteps(optimizer, k).gradient_transformation()), "
