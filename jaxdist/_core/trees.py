@@ -55,7 +55,7 @@ def leaf_name(path: Any, whole: str = "state") -> str:
     return ".".join(part for part in parts if part != "value") or whole
 
 
-# The collection of flax and Transformer Engine, whose "gradient" is no derivative but the next value of the leaf.
+# The collection of flax, whose "gradient" is no derivative but the next value of the leaf.
 OVERWRITTEN = "_overwrite_with_gradient"
 
 

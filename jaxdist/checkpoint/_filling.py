@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core.trees import is_key
 from .._core.types import Array, Like, Shape, State
-from ..state.marks import PerWorker, Sharded, cutting
+from ..state.marks import PerWorker, Resize, Sharded, cutting, merging_rules
 from ..state.placement import copy_to_workers, refit
 from ._files import ARRAYS, MANIFEST
 from ._manifest import PACKING, Leaf, Manifest, name_leaves, orbax, packed_leaves, path_of
@@ -43,6 +43,7 @@ def fill(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]) 
     _check_changed(unfit, wanted, changed)
     # Leaves with unchanged shape and marks go straight to their devices; the others by way of host memory.
     in_place, others, found, same = {}, [], {}, {}
+    rules = dict(zip(wanted, merging_rules(like), strict=True))
     for name, (marks, leaf) in wanted.items():
         if name in unfit:
             found[name] = leaf
@@ -60,7 +61,7 @@ def fill(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]) 
         for name, array in read_to_host(folder, {name: stored[name] for name in names}).items():
             marks, leaf = wanted[name]
             if not same[name]:
-                array = _convert_leaf(stored[name].marks, array, marks, leaf)
+                array = _convert_leaf(stored[name].marks, array, marks, leaf, rules[name])
             found[name] = _place(array, leaf)
     return Filled(
         jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted]),
@@ -207,31 +208,32 @@ def same_kinds(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return [type(mark) for mark in cutting(left)] == [type(mark) for mark in cutting(right)]
 
 
-def _convert_leaf(was: Sequence[Any], found: np.ndarray, marks: Sequence[Any], leaf: Like) -> np.ndarray:
+def _convert_leaf(was: Sequence[Any], found: np.ndarray, marks: Sequence[Any], leaf: Like, rule: Resize) -> np.ndarray:
     """Converts a global array to the marks and the shape of a leaf; keys are given and returned as their words."""
     if not is_key(leaf):
-        return np.asarray(convert(was, found, marks, leaf.shape))
-    return np.asarray(jax.random.key_data(convert(was, _wrap_words(found, leaf), marks, leaf.shape)))
+        return np.asarray(convert(was, found, marks, leaf.shape, rule))
+    return np.asarray(jax.random.key_data(convert(was, _wrap_words(found, leaf), marks, leaf.shape, rule)))
 
 
-def convert(was: Sequence[Any], found: Array | np.ndarray, marks: Sequence[Any], shape: Shape) -> Array | np.ndarray:
-    """Converts a global array to other marks and another shape."""
+def convert(
+    was: Sequence[Any], found: Array | np.ndarray, marks: Sequence[Any], shape: Shape, rule: Resize = "mean"
+) -> Array | np.ndarray:
+    """Converts a global array to other marks and another shape; `rule` merges workers into one."""
     # Different kinds of marks are converted by way of the unsharded array.
     if not same_kinds(was, marks):
-        found = _distribute(marks, _unshard(was, found), shape)
+        found = _distribute(marks, _unshard(was, found, rule), shape)
     return refit(marks, found, shape)
 
 
-def _unshard(marks: Sequence[Any], found: Array | np.ndarray) -> Array | np.ndarray:
-    """Undoes the marks like `jd.consensus`: per-worker values are averaged, shards are joined."""
+def _unshard(marks: Sequence[Any], found: Array | np.ndarray, rule: Resize) -> Array | np.ndarray:
+    """Undoes the marks like `jd.consensus`: per-worker values are merged, shards are joined."""
     # Each mark owns the first dimension that is left; only the last one can be Sharded, with padding at its end.
     for mark in cutting(marks):
         if isinstance(mark, Sharded):
             found = found[: math.prod(mark.shape)].reshape(*mark.shape, *found.shape[1:])
         else:
-            # The mean, even if workers would get a copy or zero; `...` keeps scalars arrays.
-            rule = "max" if mark.resize == "max" else "mean"
-            one = PerWorker(None, axis=mark.axis, resize=rule)
+            # Even if workers would get a copy or zero; `...` keeps scalars arrays.
+            one = PerWorker(None, axis=mark.axis, resize="max" if mark.resize == "max" else rule)
             found = refit([one], found, (1, *found.shape[1:]))[0, ...]
     return found
 

@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.types import Array, Like, Shape, State
-from ..state.marks import MARKS, OnHost, PerWorker, Sharded, axis_tuple, cutting, is_mark, with_value
+from ..state.marks import (
+    MARKS,
+    OnHost,
+    PerWorker,
+    Sharded,
+    axis_tuple,
+    cutting,
+    flatten_marks,
+    is_mark,
+    with_value,
+)
 from ..transforms.quantized_state import is_coded
 from .errors import CheckpointDamagedError
 
@@ -58,18 +68,16 @@ class Manifest(NamedTuple):
 
 
 def name_leaves(state: State) -> dict[str, tuple[tuple[Any, ...], Like]]:
-    """Returns marks and leaf by path, in the order of `jax.tree.leaves`. Marks are not part of the path."""
+    """Returns marks and leaf by path, in the order of `jax.tree.leaves`. Marks are not part of the path.
+
+    The marks of codes and of fp8 statistics have their own rules for another number of workers, as in `resize`.
+    """
     found: list[tuple[str, tuple[tuple[Any, ...], Like]]] = []
-
-    def walk(path: tuple[Any, ...], marks: tuple[Any, ...], tree: Any) -> None:
-        for more, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_mark):
-            if is_mark(node):
-                walk((*path, *more), (*marks, node), node.value)
-            else:
-                name = jax.tree_util.keystr((*path, *more), simple=True, separator=".") or "state"
-                found.append((name, (marks, node if hasattr(node, "sharding") else _as_array(name, node))))
-
-    walk((), (), state)
+    for leaf in flatten_marks(state):
+        name = jax.tree_util.keystr(leaf.path, simple=True, separator=".") or "state"
+        found.append(
+            (name, (leaf.marks, leaf.value if hasattr(leaf.value, "sharding") else _as_array(name, leaf.value)))
+        )
     leaves = dict(found)
     if len(leaves) < len(found):
         names = [name for name, _ in found]

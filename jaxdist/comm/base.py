@@ -14,7 +14,8 @@ from jax import lax
 
 from .._core.compat import varying_axes
 from .._core.types import Array, PyTree
-from .._core.xla_quirks import largest_entry
+from .._core.xla_quirks import add_rows, largest_entry
+from .dtypes import check_number
 
 
 class Comm(NamedTuple):
@@ -240,7 +241,7 @@ def alone() -> Comm:
     return Comm(
         size=1,
         index=jnp.zeros((), jnp.int32),
-        mean=_identity,
+        mean=partial(jax.tree.map, divisible),
         sum=_identity,
         max=_identity,
         all_gather=lambda tree, *, agreed=True: jax.tree.map(lambda x: x[None], tree),
@@ -346,12 +347,12 @@ def split_group(comm: Comm, groups: Sequence[Sequence[int]]) -> Comm:
     part = Comm(
         size=size,
         index=index,
-        mean=lambda x: _sum_in_part(parts, x) / size,
-        sum=partial(_sum_in_part, parts),
+        mean=partial(_mean_in_part, parts),
+        sum=partial(_reduce_in_part, parts, combine_rows),
         max=lambda x: largest_entry(_gather_in_part(parts, x), 0),
         all_gather=lambda x, *, agreed=True: _gather_in_part(parts, x),
         all_to_all=partial(_exchange_in_part, parts),
-        reduce_scatter_mean=lambda x: _exchange_in_part(parts, x).sum(0) / size,
+        reduce_scatter_mean=partial(_scatter_in_part, parts),
         ppermute=partial(_permute_in_part, parts),
         varying=comm.varying,
     )
@@ -390,13 +391,38 @@ def _exchange_in_part(parts: _Parts, x: Array) -> Array:
     return _sort_by_sender(parts, [_rotate(parts, row, step) for step, row in enumerate(rows)])
 
 
-def _sum_in_part(parts: _Parts, x: Array) -> Array:
-    # Too few entries to give each worker one to sum.
+def _mean_in_part(parts: _Parts, x: Array) -> Array:
+    return _reduce_in_part(parts, partial(combine_rows, mean=True), divisible(x))
+
+
+def _scatter_in_part(parts: _Parts, x: Array) -> Array:
+    check_number(x, inexact=True)
+    return combine_rows(_exchange_in_part(parts, x), mean=True)
+
+
+def _reduce_in_part(parts: _Parts, combine: Callable[[Array], Array], x: Array) -> Array:
+    check_number(x)
+    # Too few entries to give each worker one to combine.
     if x.size < parts.size:
-        return _gather_in_part(parts, x).sum(0)
+        return combine(_gather_in_part(parts, x))
     # A reduce-scatter and a gather: `2(g-1)/g` times the bytes.
     rows = jnp.pad(x.ravel(), (0, -x.size % parts.size)).reshape(parts.size, -1)
-    return _gather_in_part(parts, _exchange_in_part(parts, rows).sum(0)).ravel()[: x.size].reshape(x.shape)
+    return _gather_in_part(parts, combine(_exchange_in_part(parts, rows))).ravel()[: x.size].reshape(x.shape)
+
+
+def combine_rows(x: Array, *, mean: bool = False) -> Array:
+    """The sum of this dtype over the first dimension, or the mean: of floats in float32 or better."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.sum(x, axis=0, dtype=x.dtype)
+    # Explicit: 8-bit floats have no promotion. A sum of half precision may overflow where the mean does not.
+    wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32
+    total = add_rows(x.astype(wide))
+    return (total / x.shape[0] if mean else total).astype(x.dtype)
+
+
+def divisible(x: Array) -> Array:
+    """Integers in float32, whose sum would wrap around before it is divided; other numbers as they are."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x / 1
 
 
 def _permute_in_part(parts: _Parts, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:

@@ -19,9 +19,9 @@ from .._core.compat import (
     varying_axes,
 )
 from .._core.types import Array, AxisNames
-from .._core.xla_quirks import add_rows, from_ordered_bits, ordered_bits
+from .._core.xla_quirks import from_ordered_bits, ordered_bits
 from ..state.marks import axis_tuple
-from .base import Comm, alone, check_permutation, complete_permutation, map_over_trees
+from .base import Comm, alone, check_permutation, combine_rows, complete_permutation, divisible, map_over_trees
 from .dtypes import check_bytes, check_number, check_ordered
 from .pair import choose_faster, exchange_pair, gather_pair, is_compressed, is_long, permute_pair
 
@@ -137,7 +137,7 @@ def _mesh_mean(axes: Axes, x: Array) -> Array:
         return lax.psum(x * jnp.asarray(1 / size, x.dtype), axes)
 
     if not _is_floating(x) or x.dtype.itemsize >= 4:
-        return lax.pmean(_divisible(x), axes)
+        return lax.pmean(divisible(x), axes)
     if x.dtype.itemsize == 1:
         return _add_in_words(axes, x, mean=True)
     # XLA:CPU does not widen float16, but gloo adds it slowly: one collective is faster while arrays are short.
@@ -161,9 +161,9 @@ def _reduce_in_words(axes: Axes, x: Array, *, mean: bool) -> Array:
     size = _size(axes)
     # A gather sends the same bytes between two workers, at once.
     if size <= 2:
-        return _local_sum(_from_words(_gather_words(axes, _to_words(x), to="invarying"), x), mean=mean)
+        return combine_rows(_from_words(_gather_words(axes, _to_words(x), to="invarying"), x), mean=mean)
     rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
-    shard = _local_sum(_mesh_all_to_all(axes, rows), mean=mean)
+    shard = combine_rows(_mesh_all_to_all(axes, rows), mean=mean)
     return _gather_words(axes, shard, to="invarying").ravel()[: x.size].reshape(x.shape)
 
 
@@ -218,7 +218,7 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
     size = _size(axes)
     _check_rows(x, size)
     if _is_floating(x) and x.dtype.itemsize == 1:
-        return _local_sum(_mesh_all_to_all(axes, x), mean=True)
+        return combine_rows(_mesh_all_to_all(axes, x), mean=True)
 
     def scatter(x):
         return lax.psum_scatter(x * jnp.asarray(1 / size, x.dtype), axes, scatter_dimension=0)
@@ -227,7 +227,7 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
         # XLA:TPU makes an all-reduce of a reduce-scatter of float16. In whole tiles, since the rows of `[W, n]` are
         # interleaved in its words, and taking them apart is unrolled.
         rows = jnp.pad(x.reshape(size, -1), ((0, 0), (0, -x[0].size % _tile(x)))).reshape(size, -1, 128)
-        return _local_sum(_mesh_all_to_all(axes, rows), mean=True).ravel()[: x[0].size].reshape(x.shape[1:])
+        return combine_rows(_mesh_all_to_all(axes, rows), mean=True).ravel()[: x[0].size].reshape(x.shape[1:])
 
     def scatter_tiles(x):
         if x.dtype == jnp.float16:
@@ -244,7 +244,7 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
 
     return lax.platform_dependent(
         _mark_varying(axes, x),
-        cpu=lambda x: _local_sum(_mesh_all_to_all(axes, x), mean=True),
+        cpu=lambda x: combine_rows(_mesh_all_to_all(axes, x), mean=True),
         tpu=scatter_tiles if x[0].size >= _tile(x) else scatter,
         default=scatter,
     )
@@ -292,7 +292,7 @@ def _vmap_sum(axes: Axes, x: Array) -> Array:
 def _vmap_mean(axes: Axes, x: Array) -> Array:
     check_number(x)
     if not _is_floating(x) or x.dtype.itemsize >= 4:
-        return lax.pmean(_divisible(x), axes)
+        return lax.pmean(divisible(x), axes)
     return lax.pmean(x.astype(jnp.float32), axes).astype(x.dtype)
 
 
@@ -319,7 +319,7 @@ def _vmap_all_to_all(axes: Axes, x: Array) -> Array:
 
 def _vmap_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
     _check_rows(x, _size(axes))
-    return _local_sum(_vmap_all_to_all(axes, x), mean=True)
+    return combine_rows(_vmap_all_to_all(axes, x), mean=True)
 
 
 def _vmap_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
@@ -349,19 +349,6 @@ def _check_rows(x: Array, size: int) -> None:
     check_number(x, inexact=True)
     if x.shape[0] != size:
         raise ValueError(f"reduce_scatter_mean needs one row for each of the {size} workers, got shape {x.shape}")
-
-
-def _local_sum(x: Array, *, mean: bool) -> Array:
-    """The sum or mean over the first dimension, in float32 or better."""
-    # Explicit: 8-bit floats have no promotion.
-    wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32
-    total = add_rows(x.astype(wide))
-    return (total / x.shape[0] if mean else total).astype(x.dtype)
-
-
-def _divisible(x: Array) -> Array:
-    # A sum of small integers would wrap around before it is divided.
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x / 1
 
 
 def _is_floating(x: Array) -> bool:

@@ -223,6 +223,17 @@ def flatten_marks(tree: PyTree) -> list[MarkedLeaf]:
     return [leaf for leaf, _ in _flatten_marks(tree, together=False)]
 
 
+def merging_rules(tree: PyTree) -> list[Resize]:
+    """What becomes of each leaf, in the order of `jax.tree.leaves`, where workers are merged into one.
+
+    Usually the mean; of arrays that belong together a copy, and of the fp8 statistics of flax the maximum.
+    """
+    return [
+        "copy" if bound else "max" if is_overwritten(leaf.path) else "mean"
+        for leaf, bound in _flatten_marks(tree, together=False)
+    ]
+
+
 def _flatten_marks(tree: PyTree, *, together: bool) -> list[tuple[MarkedLeaf, bool]]:
     """Also returns whether a leaf is inside a `Inseparable`."""
 

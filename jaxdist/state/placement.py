@@ -13,10 +13,23 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._core.checks import check_count
 from .._core.compat import is_on_host
-from .._core.trees import fold_index, is_key, is_overwritten, to_device
+from .._core.trees import fold_index, is_key, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
 from .flax_marks import refuse_lost_marks, refuse_random_streams, refuse_shared_variables
-from .marks import OnHost, PerWorker, Sharded, axis_tuple, bind, check_usable, cutting, is_mark, map_marked, spec_of
+from .marks import (
+    OnHost,
+    PerWorker,
+    Resize,
+    Sharded,
+    axis_tuple,
+    bind,
+    check_usable,
+    cutting,
+    is_mark,
+    map_marked,
+    merging_rules,
+    spec_of,
+)
 
 
 def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
@@ -258,8 +271,8 @@ def consensus(state: State) -> State:
     """The model to evaluate: `PerWorker` leaves averaged over workers, `Sharded` ones unsharded, without marks.
 
     Returns:
-      The tree without marks. Integer leaves take worker 0's value; of the fp8 statistics of flax, and of leaves marked
-      `resize="max"`, it is the maximum.
+      The tree without marks. Integer leaves take worker 0's value, and so do encoded arrays; of the fp8 statistics of
+      flax, and of leaves marked `resize="max"`, it is the maximum.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -267,23 +280,23 @@ def consensus(state: State) -> State:
       [2.0]
     """
 
-    def merge(above, path, node):
+    def merge(node, rule):
         if not is_mark(node):
             return node
         # XLA reads parts of an array in the memory of the device alone.
         inside = jax.tree.map(to_device, node.value) if isinstance(node, OnHost) else node.value
-        path = (*above, *path)
         if isinstance(node, PerWorker) and node.axis != ():
-            inside = jax.tree_util.tree_map_with_path(partial(_average, node, path), inside)
+            inside = jax.tree.map(partial(_merge_workers, node), inside, rule.value)
         if isinstance(node, Sharded):
             inside = inside.reshape(-1)[: math.prod(node.shape)].reshape(node.shape)
-        return jax.tree_util.tree_map_with_path(partial(merge, path), inside, is_leaf=is_mark)
+        return jax.tree.map(merge, inside, rule.value, is_leaf=is_mark)
 
     check_usable(state)
-    return jax.tree_util.tree_map_with_path(partial(merge, ()), state, is_leaf=is_mark)
+    rules = jax.tree.structure(state).unflatten(merging_rules(state))
+    return jax.tree.map(merge, state, rules, is_leaf=is_mark)
 
 
-def _average(mark: PerWorker, above: Any, path: Any, leaf: Array | np.ndarray) -> Any:
-    """The mean over workers, whatever the mark says about a change of their number, or the maximum."""
-    rule = "max" if mark.resize == "max" or is_overwritten((*above, *path)) else "mean"
+def _merge_workers(mark: PerWorker, leaf: Array | np.ndarray, rule: Resize) -> Any:
+    """One worker's value of all, whatever the mark says about a change of their number, unless it is the maximum."""
+    rule = "max" if mark.resize == "max" else rule
     return _resize_workers(leaf, PerWorker(None, axis=mark.axis, resize=rule), 1)[0]

@@ -220,7 +220,7 @@ def _update(
     reducer, axis, specs = cfg.reducer, cfg.axis, cfg.specs
     check_leaves(updates)
     check_shapes(updates, params)
-    check_functions(extra_args, params, axis)
+    check_functions(extra_args, params, axis, is_weighted=examples is not None or active is not None)
     comm = over(axis)
     check_local(updates, axis)
     weight = weight_of_leaves(examples, active, updates)

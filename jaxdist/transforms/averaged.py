@@ -17,12 +17,15 @@ from .._core.types import Array, AxisNames, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import axis_tuple, is_mark
+from .weights import scale, weight_of, weight_of_worker
 
 # The functions that optimizers of optax call, with what they pass besides the parameters.
 CALLED = {"value_fn": (), "obj_fn": (), "grad_fn": (0,)}
 
 
-def averaged(f: Callable[..., Any], *, axis: AxisNames = "data") -> Callable[..., Any]:
+def averaged(
+    f: Callable[..., Any], *, axis: AxisNames = "data", examples: Any = None, active: Any = None
+) -> Callable[..., Any]:
     """The mean over workers of `f(params, ...)`, and its derivatives: for functions that an optimizer calls.
 
     Line searches, SAM and Sophia call a function of the parameters at other points than the current ones. On several
@@ -33,19 +36,25 @@ def averaged(f: Callable[..., Any], *, axis: AxisNames = "data") -> Callable[...
     `simulate` JAX does not know that parameters are equal on all workers, and its gradient of such a mean is that of
     this worker's loss alone; the gradient of `averaged` is the mean in all three.
 
-    *On the wire*: an all-reduce of the results, and in the backward pass one of the gradient.
+    *On the wire*: an all-reduce of the results, and in the backward pass one of the gradient; with `examples` or
+    `active` four bytes more.
 
     Args:
       f: a function of the parameters, which are equal on all workers, and of other arguments. It may return this
         worker's value or the mean of all, and any pytree: a loss, or the gradients of `local_value_and_grad`.
       axis: the axis of the workers, or the axes; `None` is a single worker.
+      examples: the number of examples of this worker, as for the update of `all_reduce`: the mean is weighted by it,
+        and a worker with 0 is left out, even if its results are NaN. If all have 0, the results are 0. In a chain, the
+        update of line searches and SAM refuses `examples=` itself: call that of `all_reduce` separately before it.
+      active: a boolean of this worker; false leaves it out.
 
     Returns:
       The function with the same arguments. Floating results are means; others stay as they are.
 
     Raises:
-      ValueError: when it is called, if types are checked, for results that differ between workers although `f`
-        communicates, of which it cannot be told what is missing, and for integers that differ.
+      ValueError: `examples` is a tree; when the function is called, if types are checked, for results that differ
+        between workers although `f` communicates, of which it cannot be told what is missing, and for integers that
+        differ.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -56,18 +65,23 @@ def averaged(f: Callable[..., Any], *, axis: AxisNames = "data") -> Callable[...
       >>> float(value), float(gradient)  # of 1.5 w²
       (13.5, 9.0)
     """
-    return average_function(f, axis, getattr(f, "__name__", "f"))
+    weight = weight_of_worker(examples, active, name="averaged")
+    # Once, and not in each call: a search calls the function in a loop.
+    factor = None if weight is None else weight_of(weight, over(axis))[0]
+    return average_function(f, axis, getattr(f, "__name__", "f"), factor)
 
 
-def average_function(f: Callable[..., Any], axis: AxisNames, name: str) -> Callable[..., Any]:
-    """`averaged`, with the name of the function in error messages."""
+def average_function(
+    f: Callable[..., Any], axis: AxisNames, name: str, factor: Array | None = None
+) -> Callable[..., Any]:
+    """`averaged`, with the name of the function in error messages; `factor` is this worker's weight over their mean."""
 
     # The wrapped function's signature is kept: line searches pass on the arguments that it names.
     @functools.wraps(f)
     def evaluate_mean(params, *args, **kwargs):
-        return _as_whole(lambda p: _call(lambda q: f(q, *args, **kwargs), p, axis, name))(params)
+        return _as_whole(lambda p: _call(lambda q: f(q, *args, **kwargs), p, axis, name, factor))(params)
 
-    evaluate_mean.__dict__["is_averaged"] = True
+    evaluate_mean.__dict__.update(is_averaged=True, is_weighted=factor is not None)
     return evaluate_mean
 
 
@@ -77,30 +91,57 @@ def _as_whole(f: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
     return jax.jit(f)
 
 
-def average_arguments(extra_args: dict[str, Any], axis: AxisNames) -> dict[str, Any]:
+def average_arguments(extra_args: dict[str, Any], axis: AxisNames, weight: Array | None = None) -> dict[str, Any]:
     """An optimizer's extra arguments, with all functions averaged, and arrays that may differ between workers.
 
-    Without checked types nothing says whether a value differs. The mean of equal ones is the same again.
+    Without checked types nothing says whether a value differs. The mean of equal ones is the same again. `weight` is
+    that of this worker's gradient, and so of its results.
+
+    Raises:
+      ValueError: `weight` has a number for each leaf, and there are functions.
     """
     typed = has_types(axis)
     comm = over(axis)
+    functions = [name for name, x in extra_args.items() if callable(x)]
+    if functions and weight is not None and weight.ndim:
+        raise ValueError(
+            f"weights for single leaves of the gradient (a tree as examples=) do not tell how much this worker's "
+            f"{functions[0]}= counts: pass one number as examples="
+        )
+
+    # Concrete arrays are part of the program, which is one for all workers.
+    def is_unknown(x: Any) -> bool:
+        return isinstance(x, Tracer) and not typed and jnp.issubdtype(x.dtype, jnp.floating)
+
+    has_means = bool(functions) or any(map(is_unknown, jax.tree.leaves(extra_args, is_leaf=is_mark)))
+    factor = weight_of(weight, comm)[0] if has_means and weight is not None and not weight.ndim else None
 
     def average_leaf(x: Any) -> Any:
-        # Concrete arrays are part of the program, which is one for all workers.
-        is_unknown = isinstance(x, Tracer) and not typed and jnp.issubdtype(x.dtype, jnp.floating)
-        return _wide_mean(x, comm) if is_unknown else x
+        if not is_unknown(x):
+            return x
+        return _wide_mean(x if factor is None else scale(x, factor), comm)
 
     return {
-        name: average_function(x, axis, f"{name}=") if callable(x) else jax.tree.map(average_leaf, x, is_leaf=is_mark)
+        name: average_function(x, axis, f"{name}=", factor)
+        if callable(x)
+        else jax.tree.map(average_leaf, x, is_leaf=is_mark)
         for name, x in extra_args.items()
     }
 
 
-def check_functions(extra_args: dict[str, Any], params: PyTree, axis: AxisNames) -> None:
+def check_functions(extra_args: dict[str, Any], params: PyTree, axis: AxisNames, *, is_weighted: bool) -> None:
     """Checks the functions that an optimizer after `all_reduce` will call, which nothing can average there.
 
     Before the first call: a search along a line would run for different numbers of rounds on different workers.
+    `is_weighted` tells whether workers count differently in this step.
     """
+    for name in CALLED:
+        known = getattr(extra_args.get(name), "__dict__", {})
+        if is_weighted and known.get("is_averaged") and not known.get("is_weighted"):
+            raise ValueError(
+                f"the gradients of this step are weighted, and {name}= is a mean in which all workers count alike: "
+                f"pass examples= and active= there too, {name}=jd.transforms.averaged(f, examples=...)"
+            )
     if params is None or not axis_tuple(axis) or _under_vmap(axis):
         return
     for name, arguments in CALLED.items():
@@ -163,8 +204,12 @@ def _axes_in(closed: Any) -> Iterator[str]:
             yield from _axes_in(body)
 
 
-def _call(f: Callable[[PyTree], Any], params: PyTree, axis: AxisNames, name: str) -> PyTree:
+def _call(
+    f: Callable[[PyTree], Any], params: PyTree, axis: AxisNames, name: str, factor: Array | None = None
+) -> PyTree:
     comm, typed = over(axis), has_types(axis)
+    if factor is not None:
+        f = partial(_call_if_counted, f, factor)
     if typed:
         # Local first, so that the gradient of a plain `jax.grad` inside is this worker's and not the sum of all.
         local = comm.varying(params)
@@ -185,7 +230,7 @@ def _call(f: Callable[[PyTree], Any], params: PyTree, axis: AxisNames, name: str
         if typed and not varying_axes(x) & set(axis_tuple(axis)):
             return x
         if jnp.issubdtype(x.dtype, jnp.floating):
-            return _wide_mean(x, comm)
+            return _wide_mean(x if factor is None else scale(x, factor), comm)
         if typed:
             raise ValueError(
                 f"{name} returns {x.dtype} values that differ between workers of axis {axis!r}, and only floating ones "
@@ -194,6 +239,16 @@ def _call(f: Callable[[PyTree], Any], params: PyTree, axis: AxisNames, name: str
         return x
 
     return jax.tree.map(average_leaf, out)
+
+
+def _call_if_counted(f: Callable[[PyTree], Any], factor: Array, params: PyTree) -> Any:
+    """`f(params)`, without a derivative on workers that do not count, of which NaN would remain in a product with 0."""
+
+    def stop_unless_counted(x: Any) -> Any:
+        is_float = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        return jnp.where(factor > 0, x, jax.lax.stop_gradient(x)) if is_float else x
+
+    return f(jax.tree.map(stop_unless_counted, params))
 
 
 def _under_vmap(axis: AxisNames) -> bool:

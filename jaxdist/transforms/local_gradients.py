@@ -27,7 +27,7 @@ from ..state.marks import (
     with_value,
 )
 from .overwritten import explain_overwritten
-from .weights import keep_unsent, keep_unused, scale, weight_of_leaves, weight_of_worker, zero_unless
+from .weights import keep_unsent, keep_unused, scale, weight_of, weight_of_leaves, weight_of_worker, zero_unless
 
 
 def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> optax.GradientTransformationExtraArgs:
@@ -189,13 +189,6 @@ def reduce_weighted(
     return zero_unless(some, mean), keep_unsent(some, new_state, state, updates), some
 
 
-def weight_of(examples: Array, comm: Comm) -> tuple[Array, Array]:
-    """Returns `examples / mean(examples)`, for four bytes on the wire, and whether any worker has examples."""
-    mean = comm.mean(comm.varying(examples))
-    # n_w / mean(n): the weights have the mean 1, so that thresholds and scales of compressors keep their meaning.
-    return examples / jnp.where(mean > 0, mean, 1), mean > 0
-
-
 def refuse_model_axes(what: str, advice: str) -> None:
     """Checks that the mesh has no further axes that the compiler shards: flattening leaves would gather them."""
     left = mesh_axes_left_over()
@@ -255,7 +248,10 @@ def explain_wrapped_communication(state: PyTree) -> str | None:
                 "optax.apply_if_finite lets each worker decide by its own shards of the gradients: use "
                 "skip_nonfinite(tx), or put it inside, zero_redundancy(optax.apply_if_finite(optimizer, ...))"
             )
-        if isinstance(node, optax.MultiStepsState) and _has(tuple(node), OnHost):
+        # Inside offload.host its own sums are in host memory too.
+        if isinstance(node, optax.MultiStepsState) and _has(node.inner_opt_state, OnHost) > _has(
+            node.acc_grads, OnHost
+        ):
             return (
                 "optax.MultiSteps around offload.host selects between states in host memory and on the device, which "
                 "JAX refuses: put it inside, offload.host(optax.MultiSteps(optimizer, k).gradient_transformation()), "

@@ -51,7 +51,8 @@ def local_value_and_grad(
     and its gradient are those of the whole batch. The number is `weights(part_i)`, or the loss's own divisor: that of
     `sum(errors * mask) / max(mask.sum(), 1)` is found in its trace. Without a divisor parts count alike.
 
-    *On the wire*: nothing; with numbers and `Sharded` parameters, which weight workers too, 4 bytes.
+    *On the wire*: nothing; with numbers and `Sharded` parameters 4 bytes: the gradients of all leaves are then weighted
+    by `Σ_i n_i` over its mean, so that means over workers are those of all examples.
 
     Args:
       argnums: the arguments to differentiate. The first other one is the batch, whose arrays are split. PRNG keys are
@@ -179,8 +180,8 @@ def _weigh_parts(
         arguments = divided.arguments(number, part)
         if is_sharded:
             out, gradients = value_and_grad(*arguments, factor=share * factor * (1 if scale is None else scale))
-            # That of a replicated parameter is this worker's own.
-            own = jnp.where(share > 0, 1 / jnp.where(factor > 0, factor, 1), 0)
+            # So is that of a replicated parameter, whose plain mean is still to be taken: no update gets `examples=`.
+            own = (share > 0).astype(jnp.float32)
         else:
             (out, gradients), own = value_and_grad(*arguments), share
         counts = (share > 0) | (total == 0)

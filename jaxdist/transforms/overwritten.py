@@ -14,8 +14,8 @@ def agree_on_maximum(
 ) -> Updates:
     """Replaces the leaves that flax overwrites with their gradient by their maximum over workers.
 
-    The fp8 layers of flax, and of Transformer Engine, keep scales and histories of the largest magnitudes in a
-    collection `_overwrite_with_gradient`. What `jax.grad` returns for them is no derivative but their next value. That
+    The fp8 layers of flax keep scales, by which they divide, and histories of the largest magnitudes in a collection
+    `_overwrite_with_gradient`. What `jax.grad` returns for them is no derivative but their next value. That
     of the batch of all workers is the maximum
 
         v = max_w v_w
@@ -25,8 +25,9 @@ def agree_on_maximum(
     train state as they are, which `TrainState.apply_gradients` of flax does; neither a reducer nor an optimizer may see
     them, and all that communicate refuse them. A value that is not finite on any worker leaves its leaf as it was.
 
-    Where each worker has a model of its own (`local_steps`, `gossip`), leave the call out: each keeps the statistics of
-    its own data, and `consensus` and `resize` take the maximum.
+    Where each worker has a model of its own (`local_steps`, `gossip`), pass `axis=None`: each keeps the statistics of
+    its own data, over rounds too, of which only values that are not finite are left out; `consensus` and `resize` take
+    the maximum. Scales by which a layer multiplies, as those of Transformer Engine, would need the minimum.
 
     *On the wire*: one all-reduce of these leaves, `2(W-1)/W · 4` bytes an entry; nothing without such leaves.
 

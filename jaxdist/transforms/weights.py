@@ -15,6 +15,7 @@ from .._core.compat import varying_axes
 from .._core.dtypes import working_dtype
 from .._core.trees import tree_where
 from .._core.types import Array, Bool, Float, PyTree, State, Updates
+from ..comm.base import Comm
 from ..state.marks import NO_PARAMETER, beside, is_mark
 
 
@@ -100,6 +101,13 @@ def as_flag(active: Any) -> Bool[Array, ""]:
         raise ValueError(f"active must be one boolean, that of this worker, got shape {jnp.shape(active)}")
     flag = jnp.asarray(active)
     return flag if jnp.issubdtype(flag.dtype, jnp.bool_) else flag > 0
+
+
+def weight_of(examples: Array, comm: Comm) -> tuple[Array, Array]:
+    """Returns `examples / mean(examples)`, for four bytes on the wire, and whether any worker has examples."""
+    mean = comm.mean(comm.varying(examples))
+    # n_w / mean(n): the weights have the mean 1, so that thresholds and scales of compressors keep their meaning.
+    return examples / jnp.where(mean > 0, mean, 1), mean > 0
 
 
 def check_shared(name: str, weight: Array, params: PyTree) -> None:

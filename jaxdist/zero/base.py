@@ -23,10 +23,9 @@ from ..transforms.local_gradients import (
     check_local,
     check_shapes,
     refuse_model_axes,
-    weight_of,
     with_extra_args,
 )
-from ..transforms.weights import scale, weight_of_leaves, zero_unless
+from ..transforms.weights import scale, weight_of, weight_of_leaves, zero_unless
 from ..wire.flat import MULTIPLE, piece
 from .checks import check_inner, check_means, check_replicated, check_sharding
 from .parts import Part, as_parts, is_part, local_shard, on_parts
@@ -138,7 +137,8 @@ def zero_redundancy(
       inner: any optimizer, or a chain with clipping, schedules, masks and weight decay. A clip in front of this
         transformation sees the gradient of one worker, or its shard. Extra arguments of the update of `inner` must be
         equal on all workers: `value=jax.lax.pmean(loss, axis)` for Polyak's steps. Functions among them, as those of
-        line searches and SAM, are averaged (`transforms.averaged`), and where types are not checked, arrays too.
+        line searches and SAM, are averaged (`transforms.averaged`) with the weights of the gradients, and where types
+        are not checked, arrays too.
       stage: 1: one collective for all gradients, and one for all updates. 2: one for each 25 MiB of them, so that
         neither need exist in full at any time.
       reducer: averages the gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`,
@@ -243,8 +243,6 @@ def _update(
         # Gradients of `Sharded` parameters (stage 3) are sharded and averaged already.
         replicated = _without_marked(updates), _without_marked(params)
         _check_arguments(cfg, *replicated, extra_args)
-        # What `inner` calls is averaged, since it takes any whole array for the same on all workers.
-        extra_args = average_arguments(extra_args, cfg.axis)
         check_sharding(params, comm)
         is_weighted = examples is not None or active is not None
         if is_weighted and len(jax.tree.leaves(replicated[0])) < len(jax.tree.leaves(updates)):
@@ -253,6 +251,8 @@ def _update(
                 "weigh the loss by the examples, local_value_and_grad(loss, weights=)"
             )
         weight = weight_of_leaves(examples, active, replicated[0])
+        # What `inner` calls is averaged, since it takes any whole array for the same on all workers.
+        extra_args = average_arguments(extra_args, cfg.axis, weight)
         # g = reduce_scatter(g_w): this worker's shard of the mean. Schedules of reducers read the extras.
         extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
         means, reducer, used = cfg.gradients.reduce_to_shards(*replicated, state.reducer, weight, extras, comm)

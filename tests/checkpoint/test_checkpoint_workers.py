@@ -118,3 +118,27 @@ def test_each_leaf_follows_its_marks(eight, placed, workers):
             seen["copy"] += 1
             np.testing.assert_array_equal(new[: len(old)], old[: len(new)], err_msg=name)
     assert min(seen.values()) >= 3, seen
+
+
+def of_each_worker():
+    """What workers may not average: codes with their scales, and fp8 statistics of flax."""
+    code = jd.compressors.fp8(block=32, rounding="stochastic")
+    tx = jd.transforms.quantized_state(optax.sgd(0.1, momentum=0.9), code, smallest=1)
+    return {"opt": tx.init(jnp.ones((4, 32))), "fp8": {"_overwrite_with_gradient": {"amax": jnp.zeros(2)}}}
+
+
+def test_codes_stay_with_their_scales_and_statistics_are_maxima(tmp_path):
+    """As in `resize` and `consensus`, for other numbers of workers and for a state without the mark."""
+
+    def fill(x):
+        rows = jnp.arange(1, 5).reshape(4, *[1] * (x.ndim - 1))
+        return x + rows.astype(x.dtype) if x.dtype != jnp.uint8 else x ^ rows.astype(x.dtype)
+
+    state = jax.tree.map(fill, jd.place(jd.PerWorker(of_each_worker()), 4))
+    checkpoint.save(tmp_path, state, 1)
+    wanted = jax.tree.map(lambda x: x[0], state.value) | {"fp8": {"_overwrite_with_gradient": {"amax": jnp.full(2, 4)}}}
+    one = checkpoint.restore(tmp_path, jd.place(of_each_worker(), 1))
+    two = checkpoint.restore(tmp_path, jd.place(jd.PerWorker(of_each_worker()), 2))
+    for found in (one, jax.tree.map(lambda x: x[0], two.value), jd.consensus(state)):
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    jax.tree.map(np.testing.assert_array_equal, two, jd.resize(state, 2))

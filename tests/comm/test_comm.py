@@ -268,3 +268,42 @@ def test_complex_numbers_keys_and_narrow_numbers_are_added_and_sent(mesh):
         assert np.asarray(mean_narrow, np.float32).tolist() == [[3.0] * 3] * 8
         assert mean_small.tolist() == [[100.0] * 2] * 8
         np.testing.assert_array_equal(gathered[3], jax.random.key_data(keys))
+
+
+EXTREMES_OF = {
+    "float16": [60000, 50000, 40000, 60000],
+    "float8_e5m2": [49152, 40960, 40960, 49152],
+    "int8": [127, 126, 127, 124],
+    "int32": [2**31 - 1, 2**31 - 64, 2**31 - 1, 2**31 - 128],
+}
+
+
+@pytest.mark.parametrize("size", [1, 5000])
+@pytest.mark.parametrize("dtype", EXTREMES_OF)
+def test_means_of_parts_do_not_overflow(dtype, size):
+    """As those of a whole group: nor does what is added change its dtype."""
+    x = jnp.asarray(EXTREMES_OF[dtype]).astype(dtype)
+
+    def one(x):
+        whole, parts, only = over("data"), split_group(over("data"), [(0, 2, 1, 3)]), alone()
+        x = jnp.full(size, x)
+        twice = nested(split_group(whole, [(0, 1), (2, 3)]), split_group(whole, [(0, 2), (1, 3)]))
+        means = [group.mean(x) for group in (whole, parts, twice)]
+        scattered = [
+            group.reduce_scatter_mean(jnp.broadcast_to(x, (4, size)))
+            for group in (whole, parts, twice)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        return [y.astype(jnp.float32) for y in (*means, *scattered)], (whole.sum(x), parts.sum(x)), only.mean(x)
+
+    means, (wanted, found), only = jax.jit(jax.vmap(one, axis_name="data"))(x)
+    for mean in means:
+        np.testing.assert_allclose(mean, np.full((4, size), np.asarray(x, np.float64).mean()), rtol=0.1)
+    assert found.dtype == wanted.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+    assert only.dtype == over_dtype(x.dtype)
+
+
+def over_dtype(dtype):
+    """That of a mean: integers have one in float32."""
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32

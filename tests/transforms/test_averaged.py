@@ -227,6 +227,93 @@ def test_derivatives(mode):
     assert count == 3
 
 
+COUNTS = np.array([3.0, 0.0, 1.0, 2.0], np.float32)
+
+
+def weighted_step(tx, wrap, name):
+    """One step of workers of which one has no examples, and rows of NaN."""
+    tx = optax.with_extra_args_support(tx)
+    batch = {key: x.copy() for key, x in BATCHES[0].items()}
+    batch["x"][4:8] = np.nan
+
+    def step(state, given):
+        batch, count = given[0], given[1][0]
+
+        def loss(p):
+            return loss_fn(p, batch)
+
+        def mean(tree):
+            counted = jax.tree.map(lambda x: jnp.where(count > 0, count * x, 0), tree)
+            return jax.tree.map(lambda x: x / COUNTS.sum(), jax.lax.psum(counted, "data"))
+
+        params = state["params"]
+        value, mine = jd.local_value_and_grad(loss_fn)(params, batch)
+        extras = told(name, wrap(loss, count), wrap(jax.grad(loss), count), params)
+        extras = {**extras, **({"value": mean(value), "grad": mean(mine)} if "value" in extras else {})}
+        updates, opt = tx.update(mine, state["opt"], params, examples=count, **extras)
+        return {"params": optax.apply_updates(params, updates), "opt": opt}, {}
+
+    def run(mode):
+        place = WORKERS if mode == "simulate" else jd.make_mesh({"data": WORKERS}, devices=jax.devices()[:WORKERS])
+        state = jd.init_state(lambda: {"params": PARAMS, "opt": tx.init(PARAMS)}, place)
+        train = jd.simulate(step, place) if mode == "simulate" else jd.distribute(step, place, check=mode)
+        return train(state, (batch, COUNTS))[0]["params"]
+
+    return run
+
+
+def weighted_whole(name):
+    tx = optax.with_extra_args_support(CALLING[name])
+    parts = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], BATCHES[0]) for i in range(WORKERS)]
+
+    def loss(p):
+        return sum(n * loss_fn(p, part) for n, part in zip(COUNTS, parts, strict=True)) / COUNTS.sum()
+
+    extras = told(name, loss, jax.grad(loss), PARAMS)
+    updates, _ = tx.update(jax.grad(loss)(PARAMS), tx.init(PARAMS), PARAMS, **extras)
+    return optax.apply_updates(PARAMS, updates)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", marks(["sam", "zoom", "sophia"]))
+def test_weighted_inside_zero_redundancy(name, mode):
+    """A worker without examples counts neither in the gradient nor in what the optimizer calls, even with NaN."""
+    found = weighted_step(jd.zero_redundancy(CALLING[name]), lambda f, count: f, name)(mode)
+    assert_close(found, weighted_whole(name), 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weighted_derivatives(mode):
+    def step(w, given):
+        x, count = given
+        f = averaged(lambda w: x[0] * jnp.sum(w**2), examples=count[0], active=x[0] > 0)
+        return w, (f(w), jax.grad(f)(w))
+
+    place = 4 if mode == "simulate" else jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    train = jd.simulate(step, 4) if mode == "simulate" else jd.distribute(step, place, check=mode)
+    given = np.float32([1, 3, np.nan, -5]), np.float32([3, 1, 0, 7])
+    _, (value, gradient) = train(jd.place(jnp.array([1.0, 2.0]), place), given)
+    # The mean of x is (3 · 1 + 1 · 3) / 4.
+    np.testing.assert_allclose(value, 7.5)
+    np.testing.assert_allclose(gradient, [3.0, 6.0])
+
+
+def test_weights_that_functions_do_not_have_are_refused():
+    run = weighted_step(behind_all_reduce("zoom"), lambda f, count: averaged(f), "zoom")
+    with pytest.raises(ValueError, match=r"all workers count alike: pass examples= and active= there too"):
+        run("simulate")
+    tx = jd.zero_redundancy(SAM)
+    with pytest.raises(ValueError, match=r"how much this worker's grad_fn= counts: pass one number"):
+        jd.simulate(
+            lambda state, x: (
+                state,
+                tx.update({"w": x}, state, {"w": x}, grad_fn=lambda p, i: p, examples={"w": jnp.float32(1)}),
+            ),
+            2,
+        )(jd.place(tx.init({"w": jnp.ones(2)}), 2), jnp.ones(4))
+
+
 def test_one_worker_without_an_axis():
     value, gradient = jax.value_and_grad(averaged(lambda w: w**2, axis=None))(jnp.array(3.0))
     assert (value, gradient) == (9.0, 6.0)

@@ -149,3 +149,13 @@ def test_statistics_of_a_part_without_weight_are_left_out(counts, expected):
     batch = {"x": jnp.array([1.0, 2.0, 3.0, 9.0]), "count": jnp.repeat(jnp.array(counts), 2)}
     gradient = jd.local_value_and_grad(loss, micro_batches=2, weights=lambda part: part["count"].sum(), axis=None)
     assert gradient(params, batch)[1][VALUES] == expected
+
+
+@pytest.mark.parametrize("examples", [None, 0, 5])
+def test_a_worker_with_a_model_of_its_own_keeps_its_statistics_finite(examples):
+    """`axis=None`: nothing is shared, and a batch of NaN, or without examples, leaves the old values."""
+    for value in (5.0, np.nan):
+        gradients = {"params": PARAMS["params"], VALUES: {"amax": jnp.array([value, 2.0, 7.0])}}
+        found = agree_on_maximum(gradients, PARAMS, axis=None, examples=examples)[VALUES]["amax"]
+        counts = np.isfinite(value) and examples != 0
+        np.testing.assert_array_equal(found, gradients[VALUES]["amax"] if counts else PARAMS[VALUES]["amax"])

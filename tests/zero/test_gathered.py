@@ -277,6 +277,14 @@ def test_wrappers_that_cannot_be_around_it(name, mode):
         train(wrap(jd.zero_redundancy(optax.adam(0.1))), mode, steps=1, smallest=0)
 
 
+def test_the_wrapper_inside_host_memory():
+    """What the refusal of `MultiSteps` around it advises."""
+    inside = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    plain = train(jd.zero_redundancy(inside), "simulate", steps=2, stage=1)
+    found = train(jd.offload.host(jd.zero_redundancy(inside)), "simulate", steps=2, stage=1)
+    assert_close(found, plain, 1e-6)
+
+
 @pytest.mark.parametrize("name", ["conditionally_mask", "conditionally_transform"])
 def test_conditions_around_communication_are_refused(name):
     around = getattr(optax, name)(jd.zero_redundancy(optax.adam(0.1)), lambda step: step % 2 == 0)
