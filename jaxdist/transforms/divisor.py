@@ -196,16 +196,15 @@ class _Finder:
             out = out._replace(chosen=chosen, grows=grows, over=self.growing is not None and on_batch and over)
             results.append(_label(equation, values, out, self.is_statistic))
         if equation.primitive.name == "scan" and of_batch:
-            quotients = self.follow_loop(equation, values, results)
-            results = [x._replace(quotient=quotient) for x, quotient in zip(results, quotients, strict=True)]
+            results = self.follow_loop(equation, values, results)
         return results
 
     def is_statistic(self, value: _Value) -> bool:
         self.asked = True
         return value.over
 
-    def follow_loop(self, equation: Any, values: list[_Value], results: list[_Value]) -> list[_Quotient | None]:
-        """The quotients of the results of a scan."""
+    def follow_loop(self, equation: Any, values: list[_Value], results: list[_Value]) -> list[_Value]:
+        """The results of a scan, with their quotients and sums over the rounds."""
         body = equation.params["jaxpr"]
         consts, carried = scan_sizes(equation.params)
         inside, outside = body.jaxpr.invars, body.jaxpr.outvars
@@ -222,28 +221,42 @@ class _Finder:
         # What a round passes on as it is is that of before the loop.
         is_kept = [x is y for x, y in zip(inside[first:last], outside[:carried], strict=True)]
         carry = [
-            x if kept else see(x, atom, x)
+            # What is added up from 0 is a sum if all that is added is.
+            x if kept else see(x, atom, x)._replace(total=x.shape == () and x.literal == 0)
             for x, atom, kept in zip(values[first:last], inside[first:last], is_kept, strict=True)
         ]
         found, is_stable = [], False
         while not is_stable:
             found = self.evaluate(body, [*values[:consts], *carry, *xs])
             joined = [
-                old if kept else see(new._replace(quotient=_join(old.quotient, new.quotient)), atom, of)
+                old
+                if kept
+                else see(new._replace(quotient=_join(old.quotient, new.quotient)), atom, of)._replace(
+                    total=old.total and new.total and new.power == 0
+                )
                 for old, new, atom, of, kept in zip(
                     carry, found[:carried], inside[first:last], results[:carried], is_kept, strict=True
                 )
             ]
             is_stable = all(_carried(x) == _carried(y) for x, y in zip(carry, joined, strict=True))
             carry = joined
-        quotients = [x.quotient for x in found]
-        if any(quotients) and self.growing is None:
+        if self.growing is None and any(x.quotient or x.total for x in [*found, *carry]):
             self.asked = True
         # A sum over rounds that are those of the rows would grow with the batch.
         if self.grows(equation) or (self.growing is None and any(x.batch for x in xs)):
-            return [x and _UNKNOWN for x in quotients]
-        stacked = [x and x._replace(stacked=x.terms == _TOTAL or x.stacked) for x in quotients[carried:]]
-        return [*quotients[:carried], *stacked]
+            return [x._replace(quotient=y.quotient and _UNKNOWN) for x, y in zip(results, found, strict=True)]
+        results = [x._replace(quotient=y.quotient) for x, y in zip(results, found, strict=True)]
+        sums = [
+            x._replace(total=True, scaled=y.scaled, entries=y.entries * equation.params["length"])
+            if sent.total and x.params and not kept
+            else x
+            for x, y, sent, kept in zip(results[:carried], found[:carried], carry, is_kept, strict=True)
+        ]
+        stacked = [
+            x._replace(quotient=x.quotient and x.quotient._replace(stacked=x.quotient.terms == _TOTAL))
+            for x in results[carried:]
+        ]
+        return [*sums, *stacked]
 
 
 def _join(first: _Quotient | None, second: _Quotient | None) -> _Quotient | None:
@@ -255,7 +268,7 @@ def _join(first: _Quotient | None, second: _Quotient | None) -> _Quotient | None
 
 
 def _carried(value: _Value) -> Any:
-    return _form(value.quotient), value.params, value.batch, value.over, value.chosen
+    return _form(value.quotient), value.params, value.batch, value.over, value.chosen, value.total
 
 
 def _form(quotient: _Quotient | None) -> Any:
@@ -321,7 +334,7 @@ def _label(equation: Any, values: list[_Value], out: _Value, is_statistic: Calla
     name = equation.primitive.name
     same = values[0] if name in _SAME and _keeps_number(equation) else None
     if not out.batch:
-        return out._replace(literal=same.literal if same and name != "neg" else None)
+        return out._replace(literal=same.literal if same and name != "neg" else None, total=bool(same and same.total))
     out = out._replace(source=out.key, mixed=_mixes_rows(equation, values, out), test=0)
     if name in ("gt", "ne", "eq", "lt"):
         out = _label_test(name, values, out)

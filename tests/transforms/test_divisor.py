@@ -127,6 +127,9 @@ EXACT = {
         jax.checkpoint(lambda w: masked_mean(jnp.tanh(d["x"] @ w), d["mask"])), p["w"].T
     ).mean(),
     "heads, and a penalty": lambda p, d: over_heads(p, d) + jnp.sum(p["w"] ** 2),
+    "a sum by scan": lambda p, d: (
+        lax.scan(lambda t, e: (t + jnp.sum(e * d["mask"]), None), 0.0, heads(p, d).T)[0] / d["mask"].sum()
+    ),
     "offset": lambda p, d: jnp.sum(heads(p, d).mean(1) * d["mask"]) / (1 + d["mask"].sum()),
     "offset of a mean": lambda p, d: jnp.mean(heads(p, d).mean(1) * d["mask"]) / (d["mask"].mean() + 0.5),
     "small offset, and a penalty": lambda p, d: (
@@ -165,6 +168,9 @@ STATISTICS = {
     "weights of classes": lambda p, d: jnp.mean(heads(p, d) * (1 / d["weights"].sum(0))[None]),
     "weights of the class of a row": lambda p, d: jnp.sum(
         heads(p, d).mean(1) / d["weights"].sum(0)[(d["mask"] > 0).astype(int)]
+    ),
+    "a squared sum by scan": lambda p, d: (
+        lax.scan(lambda t, e: (t + jnp.sum(e * d["mask"]) ** 2, None), 0.0, heads(p, d).T)[0] / d["mask"].sum()
     ),
     "a large offset and a penalty": lambda p, d: (
         jnp.sum(heads(p, d).mean(1) * d["mask"]) / (d["mask"].sum() + 1) + jnp.sum(p["w"] ** 2)
