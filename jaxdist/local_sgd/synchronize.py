@@ -189,10 +189,12 @@ def warm_mean(
 
     def average_gradients(comm, updates, weight, value):
         # The loss counts as the leaf with the most examples.
-        by_leaf = weight is not None and bool(weight.ndim)
-        weights = jnp.concatenate([weight, weight.max(keepdims=True)]) if by_leaf and value is not None else weight
+        weights = weight
+        if value is not None and weight is not None and weight.ndim:
+            weights = jnp.concatenate([weight, weight.max(keepdims=True)])
         together, _, used = reduce_weighted(partial(_mean, comm), (updates, value), (), comm, weights, plain=True)
-        used = used[: weight.size] if by_leaf else used
+        if weight is not None and weight.ndim:
+            used = jnp.asarray(used)[: weight.size]
         return *comm.varying(together), None if weight is None else comm.varying(used)
 
     def keep_own(comm, updates, weight, value):
