@@ -314,7 +314,8 @@ def _gather_mapped(axes: Axes, x: Array) -> Array:
 def _vmap_all_to_all(axes: Axes, x: Array) -> Array:
     check_bytes(x)
     # vmap's all-to-all of an array that is not mapped has a wrong shape: map it by a condition that always holds.
-    return _exchange_rows(axes, jnp.where(lax.axis_index(axes) >= 0, x, x))
+    # Of no entries it is none, which vmap refuses to divide.
+    return _exchange_rows(axes, jnp.where(lax.axis_index(axes) >= 0, x, x)) if x.size else x
 
 
 def _vmap_reduce_scatter_mean(axes: Axes, x: Array) -> Array:

@@ -71,12 +71,14 @@ def _numbers_in(method: RoundMethod, local: LocalStepsState) -> list[str]:
 
 def read_description(body: bytes) -> dict[str, Any]:
     """Reads the description of a run; raises DamagedError if it is none."""
+    cure = "restore the file from a copy, or begin a new run in an empty folder, from a checkpoint"
     try:
         found = json.loads(body)
-    except ValueError as error:
-        raise DamagedError(f"run.json is no description of a run: {error}") from error
+    # So are brackets that nest too deeply to be read.
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"run.json is no description of a run ({error}); {cure}") from error
     if not isinstance(found, dict):
-        raise DamagedError(f"run.json is no description of a run: it has {body[:40]!r}")
+        raise DamagedError(f"run.json is no description of a run, it has {body[:40]!r}; {cure}")
     return found
 
 

@@ -264,7 +264,8 @@ def _update(
 
         # During the warm-up all workers take the same step, with the mean gradient; afterwards each its own, unless it
         # has no examples.
-        gradients, taken = warm_mean(comm, warm, updates, weight)
+        gradients, taken, value = warm_mean(comm, warm, updates, weight, extra_args.get("value"))
+        extra_args = _extras_of_all(warm, extra_args, value)
         given = {"learning_rate": learning_rate, "examples": examples}
         passed = {"step": state.count, **extra_args, **{k: v for k, v in given.items() if v is not None}}
         passed["anchor"] = anchor
@@ -307,6 +308,21 @@ def _update(
         inner=_vary_marked(comm, mark_inner(inner_state, cfg.axis)),
         sent=add_bytes(state.sent, comms.total_bytes(ledger)),
     )
+
+
+def _extras_of_all(warm: Any, extra_args: dict[str, Any], value: Any) -> dict[str, Any]:
+    """The extra arguments with the loss of all workers in a warm-up, whose steps must be those of all.
+
+    Raises:
+      ValueError: there is a warm-up, and one of them is a function, which is of one worker's batch.
+    """
+    if warm is not False and (names := [name for name, x in extra_args.items() if callable(x)]):
+        raise ValueError(
+            f"{names[0]}= is a function of this worker's batch, by which the inner optimizer takes another step on "
+            "each worker, but the warm-up keeps models equal: use warmup_steps=0; for an exact start, let a schedule "
+            "sync_period= begin at 1"
+        )
+    return extra_args if value is None else {**extra_args, "value": value}
 
 
 def with_rate(

@@ -178,21 +178,31 @@ def merge_anchor(
     return jax.tree.map(correct, anchor, local, params, steps, sent)
 
 
-def warm_mean(comm: Comm, warm: Flag, updates: Updates, weight: Array | None) -> tuple[Updates, Array | None]:
+def warm_mean(
+    comm: Comm, warm: Flag, updates: Updates, weight: Array | None, value: Any = None
+) -> tuple[Updates, Array | None, Array | None]:
     """Returns the mean gradient during the warm-up, this worker's own gradient afterwards.
 
     Also returns whether there is one, for this worker or in the warm-up for any: one boolean or `[leaves]`; `None`
-    without weights.
+    without weights. And the loss `value`, by which an inner optimizer may change its step, in the same way.
     """
 
-    def average_gradients(comm, updates, weight):
-        mean, _, used = reduce_weighted(partial(_mean, comm), updates, (), comm, weight, plain=True)
-        return comm.varying(mean), None if weight is None else comm.varying(used)
+    def average_gradients(comm, updates, weight, value):
+        # The loss counts as the leaf with the most examples.
+        weights = weight
+        if value is not None and weight is not None and weight.ndim:
+            weights = jnp.concatenate([weight, weight.max(keepdims=True)])
+        together, _, used = reduce_weighted(partial(_mean, comm), (updates, value), (), comm, weights, plain=True)
+        if weight is not None and weight.ndim:
+            used = jnp.asarray(used)[: weight.size]
+        return *comm.varying(together), None if weight is None else comm.varying(used)
 
-    def keep_own(comm, updates, weight):
-        return comm.varying(updates), None if weight is None else comm.varying(weight > 0)
+    def keep_own(comm, updates, weight, value):
+        return *comm.varying((updates, value)), None if weight is None else comm.varying(weight > 0)
 
-    return cond_or_static(warm, average_gradients, keep_own, comm, updates, weight)
+    value = None if value is None else jnp.asarray(value)
+    mean, value, used = cond_or_static(warm, average_gradients, keep_own, comm, updates, weight, value)
+    return mean, used, value
 
 
 def set_anchor(comm: Comm, due: Flag, anchor: Updates, params: PyTree, steps: Updates) -> Updates:

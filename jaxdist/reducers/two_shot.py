@@ -92,8 +92,9 @@ def two_shot(
     Args:
       compressor: compresses a chunk for the worker that averages it.
       second: compresses the mean of a chunk; the same compressor by default. A finer one costs few bytes.
-      server_feedback: keep the error of `second`. `"auto"`: unless it is unbiased. `True` around `qsgd(4)` halves what
-        a two-shot costs in every step, for the memory of the residual; at 2 bits it saves a third. `False` with a
+      server_feedback: keep the error of `second`. `"auto"`: unless it is unbiased and so needs no state. `True`
+        around `qsgd(4)` halves what a two-shot costs in every step, for the memory of the residual; at 2 bits it saves
+        a third; in rounds of `local_steps` there is nothing to save at 4 bits. `False` with a
         biased compressor (often done with 8-bit rounding) leaves its bias in the model, and error feedback refuses it.
 
     Raises:

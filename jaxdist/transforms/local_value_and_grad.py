@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.compat import cast_varying, mesh_axes_being_mapped, vary_like
+from .._core.compat import cast_varying, like_of, mesh_axes_being_mapped, vary_like
 from .._core.dtypes import working_dtype
 from .._core.jaxprs import propagate
 from .._core.trees import fold_keys, is_overwritten
@@ -147,16 +147,25 @@ def _weigh_by_divisor(loss: Callable[..., Any], has_aux: bool, divided: "_Divide
 
     traced = jax.make_jaxpr(value_of)(trees, jnp.zeros((), jnp.int32), first)
 
+    @functools.cache
+    def trace_larger() -> Any:
+        larger = jax.tree.map(lambda x: like_of(x, (2 * x.shape[0], *x.shape[1:]), x.dtype), first)
+        try:
+            return jax.make_jaxpr(value_of)(trees, jnp.zeros((), jnp.int32), larger)
+        except Exception:  # a loss that takes one number of rows may raise anything
+            return None
+
     def find(numbered: Any) -> Any:
-        return find_divisor(traced, len(jax.tree.leaves(trees)), jax.tree.leaves(numbered))
+        count = len(jax.tree.leaves(trees))
+        return find_divisor(traced, count, jax.tree.leaves(numbered), parts=divided.parts, trace_larger=trace_larger)
 
     if jax.eval_shape(find, (jnp.zeros((), jnp.int32), first)) is None:
         return None
-    number, guarded, bound = lax.map(find, (jnp.arange(divided.parts), divided.stack))
+    number, guarded, bound, offset = lax.map(find, (jnp.arange(divided.parts), divided.stack))
     total = number.sum()
-    # L_i = N_i / guarded_i, and that of the whole batch is Σ N_i / max(Σ n_i, c). The shares add up to 1, for terms
-    # without the batch, if no part has a number between 0 and c.
-    bounded = jnp.maximum(total, bound[0])
+    # L_i = N_i / guarded_i, and that of the whole batch is Σ N_i / max(Σ n_i, c), or Σ N_i / (Σ n_i + c). The shares
+    # add up to 1, for terms without the batch, if no part has a number between 0 and c.
+    bounded = jnp.maximum(total, bound[0]) + offset[0]
     return jnp.where(bounded != 0, guarded / jnp.where(bounded != 0, bounded, 1), 0), total
 
 

@@ -31,8 +31,9 @@ def weight_of_worker(examples: Any, active: Any, *, name: str) -> Float[Array, "
     """
     if examples is not None and not jax.tree_util.all_leaves([examples]):
         raise ValueError(
-            f"{name} takes one number as examples=, got a tree: weights for single leaves are for all_reduce, "
-            "local_steps, zero_redundancy and per_worker"
+            f"{name} takes one number as examples=, got a tree, {jax.tree.structure(examples)}: pass the number of "
+            "this worker's examples; weights for single leaves are for all_reduce, local_steps, zero_redundancy and "
+            "per_worker"
         )
     number = None if examples is None else as_number("examples", examples)
     return number if active is None else _mask(jnp.ones((), jnp.float32) if number is None else number, active)

@@ -461,3 +461,21 @@ def test_what_cannot_work_is_refused(settings, message):
 def test_factories_name_the_value(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("rule", [rules.bsp(SGD), rules.any_batch(1.5, SGD), rules.task_allocation(4, SGD)], ids=str)
+def test_losses_times_their_share_of_the_examples_weigh_workers(rule):
+    """Rules count each gradient once, whatever its batch."""
+    goals, examples = np.arange(4.0), np.array([4.0, 1.0, 2.0, 0.0])
+    shares = examples / examples.mean()
+    task = replay.Task(
+        params=jnp.asarray(10.0),
+        loss=lambda x, batch: batch[1] * 0.5 * (x - batch[0]) ** 2,
+        batch=lambda seed, worker, job: jnp.array([goals[worker], shares[worker]]),
+        evaluate=lambda x: x,
+    )
+    found = replay.run(rule, task, durations=durations.constant([1.0] * 4), workers=4, steps=3).params
+    expected, rate = 10.0, 0.1
+    for _ in range(3):
+        expected -= rate * (examples * (expected - goals)).sum() / examples.sum()
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

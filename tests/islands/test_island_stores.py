@@ -276,7 +276,7 @@ def test_a_record_that_is_damaged_in_the_store_is_named():
             island.meet(state)
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]"])
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
 def test_a_damaged_description_is_named_by_all_that_read_it(body):
     store, tx = islands.memory(), method()
     store.put("run.json", body)
@@ -285,7 +285,7 @@ def test_a_damaged_description_is_named_by_all_that_read_it(body):
         lambda: islands.read(store, tx, begin(tx)[0]),
         lambda: enter_and_leave(store, tx),
     ):
-        with pytest.raises(islands.DamagedError, match=r"run\.json is no description of a run"):
+        with pytest.raises(islands.DamagedError, match=r"run\.json is no description of a run.* begin a new run"):
             read()
 
 

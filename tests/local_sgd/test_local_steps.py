@@ -468,6 +468,50 @@ def test_all_workers_take_the_steps_of_the_warm_up():
     np.testing.assert_array_equal(found[4, 1], found[3, 1])
 
 
+@pytest.mark.parametrize("examples", [None, 1.0, {"a": 1.0, "b": 0.0}], ids=["even", "uneven", "leaves"])
+def test_optimizers_that_look_at_the_loss_take_one_step_in_the_warm_up(examples):
+    """Each worker has its own loss, and the step is that of their mean."""
+    tx = jd.local_steps(optax.polyak_sgd(), optax.sgd(1.0), sync_period=100, warmup_steps=2)
+
+    def step(state, batch):
+        params, opt_state = state
+        loss, gradient = jax.value_and_grad(lambda p: ((p["a"] - batch[0]) ** 2).sum() + (p["b"] ** 2).sum())(params)
+        counts = examples if examples is None else jax.tree.map(lambda n: n + batch[0], examples)
+        updates, opt_state = tx.update(gradient, opt_state, params, value=loss, examples=counts)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    state = jd.init_state(lambda: (jd.PerWorker(params), tx.init(params)), 2)
+    for number in range(3):
+        state, _ = jd.simulate(step, 2)(state, jnp.array([0.0, 3.0]))
+        models = state[0].value["a"]
+        assert (models[0] == models[1]).all() == (number < 2)
+        if number == 0:
+            # Polyak's step: f / |g|², of the means.
+            p, goal = np.ones(5), np.array([[0.0] * 5, [3.0, 3, 3, 0, 0]])
+            weights = {type(None): (1, 1, 1, 1), float: (1, 4, 1, 4), dict: (1, 4, 0, 3)}[type(examples)]
+            mean = lambda x, w: (w[0] * x[0] + w[1] * x[1]) / sum(w)  # noqa: E731
+            loss = mean(((p - goal) ** 2).sum(1), weights[:2])
+            gradient = np.concatenate(
+                [mean(2 * (p - goal)[:, :3], weights[:2]), mean(2 * (p - goal)[:, 3:], weights[2:])]
+            )
+            expected = p - min(loss / (gradient**2).sum(), 1) * gradient
+            np.testing.assert_allclose(models[0], expected[:3], rtol=1e-5)
+
+
+def test_a_function_of_one_batch_is_refused_in_a_warm_up():
+    inner = optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5))
+    params = jnp.ones(3)
+    for warm_up in (0, 2):
+        tx = jd.local_steps(inner, optax.sgd(1.0), sync_period=4, warmup_steps=warm_up, axis=None)
+        given = {"value": jnp.sum(params**2), "grad": 2 * params, "value_fn": lambda p: jnp.sum(p**2)}
+        if warm_up:
+            with pytest.raises(ValueError, match=r"value_fn= is a function of .* use warmup_steps=0"):
+                tx.update(2 * params, tx.init(params), params, **given)
+        else:
+            tx.update(2 * params, tx.init(params), params, **given)
+
+
 def test_a_worker_without_examples_takes_no_step_even_if_its_gradient_is_nan():
     """It steps neither by itself nor, in the warm-up, with a gradient of its own; there it moves with the others."""
     drawn, seen = targets(6, 2), np.ones((6, 2), np.float32)

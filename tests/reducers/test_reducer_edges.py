@@ -188,3 +188,18 @@ def test_arguments_that_are_no_numbers_of_steps_or_entries():
         jd.compressors.gspar(variance=np.inf)
     with pytest.raises(ValueError, match=r"must fall, to density=0\.1 at last"):
         jd.reducers.dgc(0.1, warmup_densities=(0.05, 0.01), warmup_steps=4)
+
+
+@pytest.mark.parametrize("examples", [False, True])
+def test_leaves_without_entries_are_simulated(examples):
+    """A collective of no entries has none of them to divide."""
+    params = {"a": jnp.zeros(0), "b": jnp.zeros((3, 0))}
+    tx = jd.all_reduce(jd.two_shot(jd.qsgd(8)))
+
+    def step(state, batch):
+        given = {"examples": batch[0]} if examples else {}
+        updates, state = tx.update(jax.tree.map(lambda x: x + batch[0], params), state, params, **given)
+        return state, updates
+
+    _, updates = jd.simulate(step, 4)(jd.place(tx.init(params), 4), jnp.arange(4.0))
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)

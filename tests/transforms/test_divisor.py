@@ -52,6 +52,11 @@ OF_SUMS = {
     "inside jit": lambda total, mask: jax.jit(lambda x: x / mask.sum())(total),
     "integers": lambda total, mask: total / jnp.count_nonzero(mask),
     "twice": lambda total, mask: 0.25 * (total / mask.sum()) + 0.75 * (total / mask.sum()),
+    "small offset": lambda total, mask: total / (mask.sum() + 1e-8),
+    "finite": lambda total, mask: jnp.nan_to_num(total / mask.sum()),
+    "where finite": lambda total, mask: (lambda x: jnp.where(jnp.isfinite(x), x, 0))(total / mask.sum()),
+    "product with ones": lambda total, mask: total / (mask @ jnp.ones(mask.shape)),
+    "a loop": lambda total, mask: lax.fori_loop(0, 2, lambda _, t: t + total / mask.sum() / 2, 0.0),
 }
 # Of the errors of the rows.
 OF_ROWS = {
@@ -94,6 +99,108 @@ def test_a_bound_above_the_number_of_the_batch():
 
     found = jax.jit(jd.local_value_and_grad(f, micro_batches=4))(params(), masked_batch())
     assert_close(found, jax.jit(jax.value_and_grad(f))(params(), masked_batch()), 1e-6)
+
+
+def heads(params, data):
+    """The errors of each row and output."""
+    return jnp.square(jnp.tanh(data["x"] @ params["w"]) - data["y"])
+
+
+def masked_mean(errors, mask):
+    return jnp.sum(errors * mask) / jnp.sum(mask)
+
+
+def over_heads(params, data):
+    def add_head(total, head):
+        w, y = head
+        return total + masked_mean(jnp.square(jnp.tanh(data["x"] @ w) - y), data["mask"]), None
+
+    return lax.scan(add_head, 0.0, (params["w"].T, data["y"].T))[0]
+
+
+EXACT = {
+    "heads, by scan": over_heads,
+    "heads, by fori_loop": lambda p, d: lax.fori_loop(
+        0, 2, lambda i, t: t + masked_mean(heads(p, d)[:, i], d["mask"]), 0.0
+    ),
+    "heads, by map": lambda p, d: lax.map(
+        jax.checkpoint(lambda w: masked_mean(jnp.tanh(d["x"] @ w), d["mask"])), p["w"].T
+    ).mean(),
+    "heads, and a penalty": lambda p, d: over_heads(p, d) + jnp.sum(p["w"] ** 2),
+    "a sum by scan": lambda p, d: (
+        lax.scan(lambda t, e: (t + jnp.sum(e * d["mask"]), None), 0.0, heads(p, d).T)[0] / d["mask"].sum()
+    ),
+    "offset": lambda p, d: jnp.sum(heads(p, d).mean(1) * d["mask"]) / (1 + d["mask"].sum()),
+    "offset of a mean": lambda p, d: jnp.mean(heads(p, d).mean(1) * d["mask"]) / (d["mask"].mean() + 0.5),
+    "small offset, and a penalty": lambda p, d: (
+        jnp.sum(heads(p, d).mean(1) * d["mask"]) / (d["mask"].sum() + 1e-8) + jnp.sum(p["w"] ** 2)
+    ),
+    # Each row has its own divisor.
+    "rows": lambda p, d: (jnp.sum(heads(p, d) * d["weights"], 1) / d["weights"].sum(1)).mean(),
+    "rows of columns": lambda p, d: (jnp.sum((heads(p, d) * d["weights"]).T, 0) / d["weights"].T.sum(0)).mean(),
+    "rows, by vmap": lambda p, d: jax.vmap(masked_mean, in_axes=1)(heads(p, d).T, d["weights"].T).mean(),
+    "rows, by map": lambda p, d: lax.map(lambda r: masked_mean(heads(p, r), r["weights"]), d).mean(),
+    "rows, by fori_loop": lambda p, d: lax.fori_loop(
+        0, len(d["x"]), lambda i, t: t + masked_mean(heads(p, d)[i], d["weights"][i]) / len(d["x"]), 0.0
+    ),
+    "rows of unit length": lambda p, d: lax.map(lambda r: heads(p, {**r, "x": r["x"] / jnp.sum(r["x"])}), d).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", EXACT.values(), ids=EXACT)
+def test_parts_give_the_step_of_the_whole(loss):
+    data = {**masked_batch(), "weights": 1 + np.arange(masked_batch()["y"].size, dtype=np.float32).reshape(16, -1) % 5}
+    found = jax.jit(jd.local_value_and_grad(loss, micro_batches=4))(params(), data)
+    expected = jax.jit(jax.value_and_grad(loss))(params(), data)
+    assert_close((found[0], found[1]["w"]), (expected[0], expected[1]["w"]), 1e-5)
+
+
+STATISTICS = {
+    "columns": lambda p, d: (jnp.sum(heads(p, d) * d["weights"], 0) / d["weights"].sum(0)).mean(),
+    "columns, kept": lambda p, d: jnp.sum(heads(p, d) * d["weights"] / d["weights"].sum(0, keepdims=True)),
+    "columns, where": lambda p, d: jnp.mean(heads(p, d), axis=0, where=d["weights"] > 2).sum(),
+    "columns, by vmap": lambda p, d: jax.vmap(masked_mean, in_axes=1)(heads(p, d), d["weights"]).sum(),
+    "columns, by map": lambda p, d: lax.map(lambda x: masked_mean(*x), (heads(p, d).T, d["weights"].T)).sum(),
+    "columns, by scan": lambda p, d: lax.scan(
+        lambda t, x: (t + masked_mean(*x), None), 0.0, (heads(p, d).T, d["weights"].T)
+    )[0],
+    "the largest": lambda p, d: jnp.sum(heads(p, d) / d["weights"].max(0, keepdims=True)),
+    "weights of classes": lambda p, d: jnp.mean(heads(p, d) * (1 / d["weights"].sum(0))[None]),
+    "weights of the class of a row": lambda p, d: jnp.sum(
+        heads(p, d).mean(1) / d["weights"].sum(0)[(d["mask"] > 0).astype(int)]
+    ),
+    "a squared sum by scan": lambda p, d: (
+        lax.scan(lambda t, e: (t + jnp.sum(e * d["mask"]) ** 2, None), 0.0, heads(p, d).T)[0] / d["mask"].sum()
+    ),
+    "a large offset and a penalty": lambda p, d: (
+        jnp.sum(heads(p, d).mean(1) * d["mask"]) / (d["mask"].sum() + 1) + jnp.sum(p["w"] ** 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", STATISTICS.values(), ids=STATISTICS)
+def test_other_statistics_of_the_rows_need_weights(loss):
+    data = {**masked_batch(), "weights": 1 + np.arange(masked_batch()["y"].size, dtype=np.float32).reshape(16, -1) % 5}
+    with pytest.raises(ValueError, match="pass weights="):
+        jax.eval_shape(jd.local_value_and_grad(loss, micro_batches=4), params(), data)
+
+
+OF_PARTS = {
+    "inputs": lambda p, d: heads(
+        p, {**d, "x": (d["x"] - d["x"].mean(0, keepdims=True)) / d["x"].std(0, keepdims=True)}
+    ).mean(),
+    "targets": lambda p, d: heads(p, {**d, "y": d["y"] / d["y"].std(0, keepdims=True)}).mean(),
+    "batch normalization": lambda p, d: (lambda h: jnp.square(h / (1 + h.std(0, keepdims=True))).mean())(
+        d["x"] @ p["w"]
+    ),
+    "contrastive": lambda p, d: (lambda z: jax.nn.log_softmax(z @ z.T).mean())(d["x"] @ p["w"]),
+    "one number of rows": lambda p, d: jnp.mean(heads(p, d).reshape(4, -1).sum(1) / d["y"].reshape(4, -1).sum(1)),
+}
+
+
+@pytest.mark.parametrize("loss", OF_PARTS.values(), ids=OF_PARTS)
+def test_statistics_that_a_model_computes_are_those_of_parts(loss):
+    jax.eval_shape(jd.local_value_and_grad(loss, micro_batches=4), params(), batch())
 
 
 @pytest.mark.parametrize("counts", [[0, 4, 0, 1], [0, 0, 0, 0]])
@@ -219,12 +326,9 @@ def mean_of(errors, mask):
 OTHERS = {
     "power": lambda e, m, _: jnp.sum(e * m) * jnp.maximum(jnp.sum(m), 1) ** -1,
     "cond": lambda e, m, _: jax.lax.cond(jnp.sum(m) > 0, lambda: jnp.sum(e * m) / jnp.sum(m), lambda: 0.0),
-    "loop": lambda e, m, _: (lambda n: jax.lax.fori_loop(0, 2, lambda _, t: t + jnp.sum(e * m) / n, 0.0))(jnp.sum(m)),
     "two divisors": lambda e, m, o: mean_of(e, m) + mean_of(e, o),
     "two divisors of rows": lambda e, m, o: jnp.sum(e * (m / m.sum() + o / o.sum())),
     "a stack": lambda e, m, o: jnp.stack([mean_of(e, m), mean_of(e, o)]).mean(),
-    "one more": lambda e, m, o: jnp.sum(e * m) / (m.sum() + 1),
-    "one more, of rows": lambda e, m, o: jnp.sum(e * (m / (m.sum() + 1))),
     "the others": lambda e, m, o: jnp.sum(e * m) / (m.size - m.sum()),
     "a plain mean": lambda e, m, o: mean_of(e, m) + jnp.mean(e),
     "a product": lambda e, m, o: mean_of(e, m) * o.mean(),
