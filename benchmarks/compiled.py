@@ -143,16 +143,17 @@ def lower_mean(reducer: jd.reducers.Reducer, shape: tuple[int, ...], mesh: jax.s
     return jd.distribute(step, mesh).lower(*pods.abstract(lambda: tx.init(jnp.zeros(shape)), rows, mesh))
 
 
-def measure_code(reducer: jd.reducers.Reducer, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> dict[str, float]:
+def measure_code(reducer: jd.reducers.Reducer, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> dict[str, Any]:
     lowered = lower_mean(reducer, shape, mesh)
     # Of the processor, since other work on the machine would count on a clock.
     start = time.process_time()
     program = lowered.compile()
-    seconds = time.process_time() - start
+    seconds = round(time.process_time() - start, 2)
     memory, found = program.memory_analysis(), collectives(program)
     return {
         "seconds": seconds,
-        "code": memory.generated_code_size_in_bytes,
+        # Compilers for GPUs say nothing.
+        "code": memory.generated_code_size_in_bytes or None,
         "temporary": memory.temp_size_in_bytes,
         "wire": found.wire_bytes,
         "padded_wire": found.padded_wire_bytes,
@@ -171,13 +172,13 @@ def codes(given: argparse.Namespace) -> int:
                     continue
                 found = measure_code(make(), shape, mesh)
                 rows.append({"target": target, "shape": shape, "code name": name, **found})
-                print(target, shape, name, {key: round(value, 2) for key, value in found.items()}, flush=True)
+                print(target, shape, name, found, flush=True)
                 write_record(given.out, "codes", rows, table_of_codes(rows))
     return 0
 
 
 def table_of_codes(rows: list[dict[str, Any]]) -> str:
-    """Megabytes of code and of temporary memory; before them seconds as multiples of those of `int8()`."""
+    """Megabytes of code, where the compiler tells, and of temporary memory."""
     kinds = dict.fromkeys((row["target"], tuple(row["shape"])) for row in rows)
     lines = ["| | " + " | ".join(f"{target}, {'x'.join(map(str, shape))}" for target, shape in kinds) + " |"]
     lines.append("|---" + "|--:" * len(kinds) + "|")
@@ -185,12 +186,9 @@ def table_of_codes(rows: list[dict[str, Any]]) -> str:
     for name in dict.fromkeys(row["code name"] for row in rows):
         cells = []
         for kind in kinds:
-            row, base = found.get((name, *kind)), found.get(("int8()", *kind))
-            if row and base:
-                sizes = [row[key] / 1e6 for key in ("code", "temporary") if base[key] or key != "code"]
-                cells.append(" · ".join([f"{row['seconds'] / base['seconds']:.1f}", *(f"{x:.2f}" for x in sizes)]))
-            else:
-                cells.append("")
+            row = found.get((name, *kind), {})
+            sizes = [row[key] for key in ("code", "temporary") if row.get(key) is not None]
+            cells.append(" · ".join(f"{size / 1e6:.2f}" for size in sizes))
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
