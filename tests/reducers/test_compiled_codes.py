@@ -64,6 +64,8 @@ MISSED = {
 }
 # A few of each kind, for the other chips.
 FEW = ("int4()", "qsgd(3)", "scaled_sign()", "top_k(0.01)", "gspar(0.05)", "alq(3)")
+# Their compilers leave a leaf or two outside the chip where that of v5e does not.
+MISSED_LATER = MISSED | {"top_k(0.01)": Cost(4.0, 6.4), "gspar(0.05)": Cost(5.1, 13.2)}
 
 
 def limits_of(name):
@@ -109,7 +111,7 @@ def test_for_tpu_v5e(name, shape):
 @pytest.mark.parametrize("target", LATER_TPUS)
 @pytest.mark.parametrize("name", FEW)
 def test_for_later_tpus(name, target):
-    check(target, name, SHAPES[1], MISSED.get(name, limits_of(name)))
+    check(target, name, SHAPES[1], MISSED_LATER.get(name, limits_of(name)))
 
 
 def has_cuda():
