@@ -6,14 +6,12 @@
 TPUs need `libtpu` (`pip install 'jaxdist[tpu-plan]'`), GPUs (`h100:1x8`) JAX's CUDA plugin (`jaxdist[gpu-plan]`).
 
 - `codes` compiles `all_reduce(compressed(code))` of one leaf, flat and as a matrix, and reads processor seconds of
-  compilation, bytes of generated code and of temporary memory, beside those of `int8()`.
+  compilation, bytes of generated code (which compilers for GPUs do not tell) and of temporary memory.
 - `wires` compiles one collective of `Comm` for each dtype, and reads from the program the type that is sent, the bytes
   of an entry, with the padding of the buffers, and the type in which a sum is added.
 """
 
 import argparse
-import functools
-import os
 import re
 import sys
 import time
@@ -21,9 +19,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import jax
 import jax.numpy as jnp
@@ -45,56 +40,89 @@ DTYPES = (
     jnp.int8,
     jnp.uint8,
 )
-COLUMNS = ("seconds", "code", "temporary")
+
+
+# With the blocks that users have. `int8` is first: the others are compared with it.
+DENSE: dict[str, Callable[[], jc.Compressor]] = {
+    "int8()": jc.int8,
+    "identity()": jc.identity,
+    "cast(bfloat16)": lambda: jc.cast(jnp.bfloat16),
+    "cast(bfloat16, stochastic)": lambda: jc.cast(jnp.bfloat16, rounding="stochastic"),
+    "cast(float8_e4m3fn)": lambda: jc.cast(jnp.float8_e4m3fn),
+    "int8(stochastic)": lambda: jc.int8(rounding="stochastic"),
+    "fp8()": jc.fp8,
+    "mxfp8()": jc.mxfp8,
+    "dynamic_fp8()": jc.dynamic_fp8,
+    "min_max_uint8()": jc.min_max_uint8,
+    "natural()": jc.natural,
+    "qsgd(8)": lambda: jc.qsgd(8),
+    "qsgd(8, l2)": lambda: jc.qsgd(8, norm="l2"),
+    "int4()": jc.int4,
+    "mxfp4()": jc.mxfp4,
+    "e3m0()": jc.e3m0,
+    "qsgd(4)": lambda: jc.qsgd(4),
+    "qsgd(3)": lambda: jc.qsgd(3),
+    "qsgd(2)": lambda: jc.qsgd(2),
+    "nuqsgd(4)": lambda: jc.nuqsgd(4),
+    "nuqsgd(3)": lambda: jc.nuqsgd(3),
+    "with_levels(8)": lambda: jc.with_levels(jnp.linspace(-1, 1, 8), bits=3, norm="max", zero_level=False),
+    "scaled(qsgd(2))": lambda: jc.scaled(jc.qsgd(2)),
+    "terngrad()": jc.terngrad,
+    "two_means()": jc.two_means,
+    "sign()": jc.sign,
+    "scaled_sign()": jc.scaled_sign,
+    "scaled_sign(bucket=1024)": lambda: jc.scaled_sign(bucket=1024),
+    "one_bit()": jc.one_bit,
+    "drive()": jc.drive,
+}
+SPARSE: dict[str, Callable[[], jc.Compressor]] = {
+    "top_k(0.01)": lambda: jc.top_k(0.01),
+    "top_k(0.1)": lambda: jc.top_k(0.1),
+    "block_top_k(64 / 4096)": lambda: jc.block_top_k(64 / 4096),
+    "random_k(0.1)": lambda: jc.random_k(0.1),
+    "gspar(0.05)": lambda: jc.gspar(0.05),
+    "gspar(variance=3)": lambda: jc.gspar(variance=3.0, code="two_part"),
+    "chained(top_k, two_means)": lambda: jc.chained(jc.block_top_k(64 / 4096), jc.two_means()),
+    "chained(gspar, qsgd(4))": lambda: jc.chained(jc.gspar(0.05), jc.qsgd(4)),
+}
+# Codes that are reducers: those that only add or count, and those that search for levels or code twice.
+PLAIN: dict[str, Callable[[], jd.reducers.Reducer]] = {
+    "integer_sum()": jd.reducers.integer_sum,
+    "intsgd()": jd.reducers.intsgd,
+    "majority_vote()": jd.reducers.majority_vote,
+}
+ADAPTIVE: dict[str, Callable[[], jd.reducers.Reducer]] = {
+    "alq(3)": lambda: jd.reducers.alq(3),
+    "alq(3, coordinate)": lambda: jd.reducers.alq(3, solver="coordinate"),
+    "amq(3)": lambda: jd.reducers.amq(3),
+    "dgc(0.01)": lambda: jd.reducers.dgc(0.01),
+    "two_shot(int8())": lambda: jd.two_shot(jc.int8()),
+    "two_shot(int4())": lambda: jd.two_shot(jc.int4()),
+}
+# One of each kind, which compile in a few minutes for a further chip or size.
+SAMPLE = (
+    "int8()",
+    "cast(bfloat16)",
+    "dynamic_fp8()",
+    "int4()",
+    "qsgd(3)",
+    "two_means()",
+    "scaled_sign()",
+    "drive()",
+    "top_k(0.01)",
+    "top_k(0.1)",
+    "gspar(0.05)",
+    "gspar(variance=3)",
+    "alq(3)",
+    "dgc(0.01)",
+    "two_shot(int8())",
+)
 
 
 def reducers() -> dict[str, Callable[[], jd.reducers.Reducer]]:
-    """The codes in the form in which they are used, `int8` first."""
-    coded = {
-        "int8()": jc.int8,
-        "cast(bfloat16)": lambda: jc.cast(jnp.bfloat16),
-        "cast(float8_e4m3fn)": lambda: jc.cast(jnp.float8_e4m3fn),
-        "fp8()": jc.fp8,
-        "mxfp8()": jc.mxfp8,
-        "dynamic_fp8()": jc.dynamic_fp8,
-        "min_max_uint8()": jc.min_max_uint8,
-        "natural()": jc.natural,
-        "qsgd(8)": lambda: jc.qsgd(8),
-        "int4()": jc.int4,
-        "mxfp4()": jc.mxfp4,
-        "e3m0()": jc.e3m0,
-        "qsgd(4)": lambda: jc.qsgd(4),
-        "qsgd(3)": lambda: jc.qsgd(3),
-        "qsgd(2)": lambda: jc.qsgd(2),
-        "nuqsgd(4)": lambda: jc.nuqsgd(4),
-        "nuqsgd(3)": lambda: jc.nuqsgd(3),
-        "terngrad()": jc.terngrad,
-        "two_means()": jc.two_means,
-        "sign()": jc.sign,
-        "scaled_sign()": jc.scaled_sign,
-        "scaled_sign(bucket=1024)": lambda: jc.scaled_sign(bucket=1024),
-        "one_bit()": jc.one_bit,
-        "drive()": jc.drive,
-        "top_k(0.01)": lambda: jc.top_k(0.01),
-        "top_k(0.1)": lambda: jc.top_k(0.1),
-        "block_top_k(64 / 4096)": lambda: jc.block_top_k(64 / 4096),
-        "random_k(0.1)": lambda: jc.random_k(0.1),
-        "gspar(0.05)": lambda: jc.gspar(0.05),
-        "gspar(variance=3)": lambda: jc.gspar(variance=3.0, code="two_part"),
-        "chained(top_k, two_means)": lambda: jc.chained(jc.block_top_k(64 / 4096), jc.two_means()),
-    }
-    found = {name: lambda make=make: jd.compressed(make()) for name, make in coded.items()}
-    return found | {
-        "alq(3)": lambda: jd.reducers.alq(3),
-        "alq(3, coordinate)": lambda: jd.reducers.alq(3, solver="coordinate"),
-        "amq(3)": lambda: jd.reducers.amq(3),
-        "dgc(0.01)": lambda: jd.reducers.dgc(0.01),
-        "integer_sum()": jd.reducers.integer_sum,
-        "intsgd()": jd.reducers.intsgd,
-        "majority_vote()": jd.reducers.majority_vote,
-        "two_shot(int8())": lambda: jd.two_shot(jc.int8()),
-        "two_shot(int4())": lambda: jd.two_shot(jc.int4()),
-    }
+    """All of them in the form in which they are used."""
+    coded = {name: lambda make=make: jd.compressed(make()) for name, make in (DENSE | SPARSE).items()}
+    return coded | PLAIN | ADAPTIVE
 
 
 def mesh_of(target: str) -> jax.sharding.Mesh:
@@ -115,16 +143,17 @@ def lower_mean(reducer: jd.reducers.Reducer, shape: tuple[int, ...], mesh: jax.s
     return jd.distribute(step, mesh).lower(*pods.abstract(lambda: tx.init(jnp.zeros(shape)), rows, mesh))
 
 
-def measure_code(reducer: jd.reducers.Reducer, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> dict[str, float]:
+def measure_code(reducer: jd.reducers.Reducer, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> dict[str, Any]:
     lowered = lower_mean(reducer, shape, mesh)
     # Of the processor, since other work on the machine would count on a clock.
     start = time.process_time()
     program = lowered.compile()
-    seconds = time.process_time() - start
+    seconds = round(time.process_time() - start, 2)
     memory, found = program.memory_analysis(), collectives(program)
     return {
         "seconds": seconds,
-        "code": memory.generated_code_size_in_bytes,
+        # Compilers for GPUs say nothing.
+        "code": memory.generated_code_size_in_bytes or None,
         "temporary": memory.temp_size_in_bytes,
         "wire": found.wire_bytes,
         "padded_wire": found.padded_wire_bytes,
@@ -139,29 +168,27 @@ def codes(given: argparse.Namespace) -> int:
             for name, make in reducers().items():
                 if given.only and name not in ("int8()", *given.only):
                     continue
+                if given.sample and name not in SAMPLE:
+                    continue
                 found = measure_code(make(), shape, mesh)
                 rows.append({"target": target, "shape": shape, "code name": name, **found})
-                print(target, shape, name, {key: round(value, 2) for key, value in found.items()}, flush=True)
+                print(target, shape, name, found, flush=True)
                 write_record(given.out, "codes", rows, table_of_codes(rows))
     return 0
 
 
 def table_of_codes(rows: list[dict[str, Any]]) -> str:
-    """Beside `int8()` of the same target and shape: seconds and code as ratios, temporary memory in leaves."""
-    kinds = dict.fromkeys((row["target"], row["shape"]) for row in rows)
+    """Megabytes of code, where the compiler tells, and of temporary memory."""
+    kinds = dict.fromkeys((row["target"], tuple(row["shape"])) for row in rows)
     lines = ["| | " + " | ".join(f"{target}, {'x'.join(map(str, shape))}" for target, shape in kinds) + " |"]
     lines.append("|---" + "|--:" * len(kinds) + "|")
-    found = {(row["code name"], row["target"], row["shape"]): row for row in rows}
+    found = {(row["code name"], row["target"], tuple(row["shape"])): row for row in rows}
     for name in dict.fromkeys(row["code name"] for row in rows):
         cells = []
         for kind in kinds:
-            row, base = found.get((name, *kind)), found.get(("int8()", *kind))
-            leaf = 4 * functools.reduce(int.__mul__, kind[1])
-            if row and base:
-                ratios = [row["seconds"] / base["seconds"], row["code"] / base["code"], row["temporary"] / leaf]
-                cells.append(" · ".join(f"{ratio:.1f}" for ratio in ratios))
-            else:
-                cells.append("")
+            row = found.get((name, *kind), {})
+            sizes = [row[key] for key in ("code", "temporary") if row.get(key) is not None]
+            cells.append(" · ".join(f"{size / 1e6:.2f}" for size in sizes))
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -246,9 +273,11 @@ def main() -> int:
     parser.add_argument("subcommand", choices=("codes", "wires"))
     parser.add_argument("--targets", nargs="+", default=["v5e:2x4"], help="as of jaxdist plan; for wires also cpu")
     parser.add_argument("--entries", type=int, default=2**20, help="of the leaf, a multiple of 1024")
+    parser.add_argument("--sample", action="store_true", help="one code of each kind")
     parser.add_argument("--only", nargs="+", default=[], help="names of codes, beside int8()")
     parser.add_argument("--out", type=Path, help="folder for the records and the table")
     given = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
     # Error feedback would be a part of what is measured.
     warnings.filterwarnings("ignore", message=".*is biased")
     if "cpu" in given.targets:

@@ -19,8 +19,8 @@ from .types import Array, Float, Int, Shaped
 
 # The entries that one reduction of a maximum takes together.
 STEP = 8
-# The numbers that `running_sum` adds in one product.
-ROW = 32
+# The numbers that `running_sum` adds in one product; on TPUs those of a row of a vector's tiles.
+ROW, LANES = 32, 128
 # Up to this many rows are added as so many slices.
 MOST_SLICES = 64
 # Rows from this length up are added in blocks of `ROW` vectors of this many numbers.
@@ -197,13 +197,23 @@ def sum_counts(counts: Int[Array, "*rows width"]) -> Int[Array, "*rows"]:
 
 
 def running_sum(x: Int[Array, " size"], *, most: int) -> Int[Array, " size"]:
-    """`jnp.cumsum` of counts, each below `2**19`, whose sum is at most `most`."""
-    # In two levels, of which the lower is a product with a triangular matrix: several times as fast on XLA:CPU.
-    size = x.shape[0]
-    rows = jnp.pad(x, (0, -size % ROW)).reshape(-1, ROW).astype(jnp.float32)
-    # Exact in float32; HIGHEST, since some backends multiply in lower precision by default.
-    multiply = partial(jnp.dot, precision=lax.Precision.HIGHEST)
-    totals = multiply(rows, jnp.ones(ROW, jnp.float32)).astype(jnp.int32)
+    """`jnp.cumsum` of counts, each below `2**17` or all together below `2**24`, whose sum is at most `most`."""
+    # In two levels, of which the lower is a product with a triangular matrix.
+    return lax.platform_dependent(x, tpu=_running_sum_of_lanes, default=partial(_running_sum_of_rows, most))
+
+
+def _running_sum_of_lanes(x: Int[Array, " size"]) -> Int[Array, " size"]:
+    # In the tiles of a vector on TPUs: a third of the program of shorter rows, and half that of `jnp.cumsum`.
+    rows = jnp.pad(x, (0, -x.shape[0] % LANES)).reshape(-1, LANES)
+    totals = jnp.sum(rows, axis=1, dtype=jnp.int32)
+    sums = _multiply(rows.astype(jnp.float32), jnp.triu(jnp.ones((LANES, LANES), jnp.float32))).astype(jnp.int32)
+    return (sums + (jnp.cumsum(totals) - totals)[:, None]).reshape(-1)[: x.shape[0]]
+
+
+def _running_sum_of_rows(most: int, x: Int[Array, " size"]) -> Int[Array, " size"]:
+    # Several times as fast as `jnp.cumsum` on XLA:CPU.
+    rows = jnp.pad(x, (0, -x.shape[0] % ROW)).reshape(-1, ROW).astype(jnp.float32)
+    totals = _multiply(rows, jnp.ones(ROW, jnp.float32)).astype(jnp.int32)
     before = (jnp.cumsum(totals) - totals)[:, None]
     # XLA:CPU would repeat the addition of `before`, and part of its sum, in every use of the result. As a column of the
     # product it is added once, where float32 can hold the result.
@@ -211,5 +221,10 @@ def running_sum(x: Int[Array, " size"], *, most: int) -> Int[Array, " size"]:
     shape = ROW + 1, ROW
     upper = lax.broadcasted_iota(jnp.int32, shape, 0) <= lax.broadcasted_iota(jnp.int32, shape, 1) + 1
     rows = jnp.concatenate([column.astype(jnp.float32), rows], axis=1)
-    sums = multiply(rows, upper.astype(jnp.float32)).astype(jnp.int32)
-    return (sums if most < 2**24 else sums + before).reshape(-1)[:size]
+    sums = _multiply(rows, upper.astype(jnp.float32)).astype(jnp.int32)
+    return (sums if most < 2**24 else sums + before).reshape(-1)[: x.shape[0]]
+
+
+def _multiply(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    # Exact for counts, which some backends multiply in lower precision by default.
+    return jnp.dot(x, y, precision=lax.Precision.HIGHEST)

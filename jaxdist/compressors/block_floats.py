@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool
 
 from .._core.descriptions import with_description
 from .._core.types import Array, Float, Int, Like, Shape, UInt
@@ -20,6 +21,8 @@ from .rounding import (
     Rounding,
     check_block,
     from_buckets,
+    from_rows,
+    from_unit,
     largest_error,
     to_buckets,
     to_integers,
@@ -73,7 +76,7 @@ def encode(x: Float[Array, "*shape"], form: Minifloat, rounding: str, key: KeyOr
     return (codes | jnp.where(x < 0, jnp.int32(1 << (form.bits - 1)), 0)).astype(jnp.uint8)
 
 
-def decode(codes: UInt[Array, "*shape"], form: Minifloat) -> Float[Array, "*shape"]:
+def decode(codes: Int[Array, "*shape"] | UInt[Array, "*shape"], form: Minifloat) -> Float[Array, "*shape"]:
     """The float32 values of codes."""
     wide = codes.astype(jnp.int32)
     sign = 1 << (form.bits - 1)
@@ -330,21 +333,25 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
         words = _exponents(largest)
         # `2 / s`, whose exponent is that of a normal number for every s but that of zeros, and a half.
         doubled = _from_exponents(jnp.minimum(2 * BIAS + 1 - 2 * words, 2 * BIAS))
-        scaled = jnp.abs(blocks) * doubled * jnp.where(signed, 0.5 / LIFT, 0.5)
+        scaled, in_signed = jax.lax.platform_dependent(
+            blocks, doubled, signed, tpu=_scale_by_one_number, default=_scale_by_block
+        )
         codes = encode(scaled, UNSIGNED, rounding, key).astype(jnp.int32)
         # Without a sign, nothing above zero becomes zero.
         with_sign = jnp.minimum(codes, SIGN - 1) | jnp.where(blocks < 0, jnp.int32(SIGN), 0)
-        codes = jnp.where(signed, with_sign, jnp.maximum(codes, (blocks > 0).astype(jnp.int32))).astype(jnp.uint8)
+        codes = jnp.where(in_signed, with_sign, jnp.maximum(codes, (blocks > 0).astype(jnp.int32))).astype(jnp.uint8)
         scales = jnp.where(jnp.isfinite(largest), words | jnp.where(signed, jnp.int32(SIGN), 0), NO_SCALE)
         return BlockPayload(codes.reshape(-1)[: whole_words(x.size, 8)], scales.astype(jnp.uint8)[:, 0])
 
     def decompress(payload: BlockPayload, like: Like) -> Array:
-        size = math.prod(like.shape)
-        rows = _rows(payload.codes[:size], block)
-        words = payload.scales.astype(jnp.int32)
-        scales = jnp.where(words == NO_SCALE, jnp.nan, _from_exponents(2 * (words & (SIGN - 1))))
-        beside_sign = decode(rows & (SIGN - 1), UNSIGNED) * jnp.where(rows >= SIGN, -LIFT, LIFT)
-        return from_buckets(jnp.where(words[:, None] >= SIGN, beside_sign, decode(rows, UNSIGNED)), scales, like)
+        rows = _rows(payload.codes[: math.prod(like.shape)], block).astype(jnp.int32)
+        # Each code with the word of its block before it, as one number of a block that XLA:TPU has to lay out.
+        words = payload.scales.astype(jnp.int32)[:, None] << 8 | rows
+        in_signed = words >= SIGN << 8
+        values = decode(jnp.where(in_signed, words & (SIGN - 1), words & 0xFF), UNSIGNED)
+        values *= jnp.where(in_signed, jnp.where(words & SIGN > 0, -LIFT, LIFT), 1.0)
+        scales = jnp.where(words >> 8 == NO_SCALE, jnp.nan, _from_exponents(2 * (words >> 8 & (SIGN - 1))))
+        return from_rows(from_unit(values, scales), like)
 
     def error(shape: Shape) -> float:
         grid = magnitudes(UNSIGNED)[:SIGN]
@@ -353,6 +360,24 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
 
     # A contraction in both cases: rounding at random is not unbiased, since positive entries never become zero.
     return with_error(Compressor(in_one_pass(compress, block), decompress), error, "nearest")
+
+
+def _scale_by_block(
+    blocks: Float[Array, "blocks width"], doubled: Float[Array, "blocks 1"], signed: Bool[Array, "blocks 1"]
+) -> tuple[Float[Array, "blocks width"], Bool[Array, "blocks width"]]:
+    """The magnitudes `|x| / s` that are encoded, and for each entry whether its block has a sign."""
+    scaled = jnp.abs(blocks) * doubled * jnp.where(signed, 0.5 / LIFT, 0.5)
+    return scaled, jnp.broadcast_to(signed, blocks.shape)
+
+
+def _scale_by_one_number(
+    blocks: Float[Array, "blocks width"], doubled: Float[Array, "blocks 1"], signed: Bool[Array, "blocks 1"]
+) -> tuple[Float[Array, "blocks width"], Bool[Array, "blocks width"]]:
+    """The same. XLA:TPU lays out each number of a block for all its entries, which is most of its program."""
+    scaled = jnp.abs(blocks) * jnp.where(signed, -doubled, doubled)
+    # By the bits, since zeros have a sign as well.
+    in_signed = jax.lax.bitcast_convert_type(scaled, jnp.int32) < 0
+    return jnp.abs(scaled) * jnp.where(in_signed, 0.5 / LIFT, 0.5), in_signed
 
 
 def _exponents(largest: Float[Array, "blocks 1"]) -> Int[Array, "blocks 1"]:

@@ -94,8 +94,12 @@ def from_buckets(buckets: Float[Array, "buckets width"], scales: Float[Array, " 
     # NaN instead of infinity, which the limits of `saturate` would cut off. With limits for each block XLA:TPU would
     # lay out three numbers for each entry in place of one, which is most of the program of a decoder.
     scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)[:, None]
-    values = saturate(from_unit(buckets, scales), like.dtype, True)
-    return values.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
+    return from_rows(from_unit(buckets, scales), like)
+
+
+def from_rows(values: Float[Array, "buckets width"], like: Like) -> Array:
+    """The inverse of `to_buckets`; what is above the largest number of the dtype becomes that number, except NaN."""
+    return saturate(values, like.dtype, True).reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
 def norms_of(scaled: UnitRows, norm: str) -> Float[Array, "buckets 1"]:

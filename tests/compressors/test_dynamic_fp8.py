@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from codes import KEY, decoded, draws, relative_error
 
-from jaxdist.compressors import cast, dynamic_fp8
+from jaxdist.compressors import block_floats, cast, dynamic_fp8
 
 RNG = np.random.default_rng(0)
 SPREAD = np.exp(2 * RNG.normal(size=4096)).astype(np.float32)
@@ -50,6 +50,17 @@ def test_above_zero_is_never_zero_where_nothing_is_negative():
     v = jnp.geomspace(1e-24, 1e-3, 64, dtype=jnp.float32).at[:5].set(0.0)
     assert ((decoded(dynamic_fp8(), v) > 0) == (np.asarray(v) > 0)).all()
     assert (decoded(dynamic_fp8(), -v) <= 0).all()
+
+
+def test_scales_are_the_same_as_one_number_of_a_block():
+    """The form of TPUs, also for entries that become zero, and for zeros of both signs, in blocks with a sign."""
+    blocks = jnp.array(
+        [[1.0, -0.5, 1e-38, -1e-38, 0.0, -0.0], [1.0, 0.5, 1e-38, 2e-20, 0.0, -0.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0]]
+    )
+    signed, doubled = jnp.array([[True], [False], [True]]), jnp.array([[2.0], [2.0**-60], [2.0**126]])
+    found = jax.jit(block_floats._scale_by_one_number)(blocks, doubled, signed)
+    for one, other in zip(found, jax.jit(block_floats._scale_by_block)(blocks, doubled, signed)):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("value", [1e-36, 1e-20, 1.0, 7e37])

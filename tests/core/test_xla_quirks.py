@@ -7,6 +7,7 @@ import pytest
 
 from jaxdist._core.xla_quirks import (
     MOST_SLICES,
+    _running_sum_of_lanes,
     _with_hidden_zero,
     add_rows,
     from_ordered_bits,
@@ -79,6 +80,8 @@ def test_sums_of_vectors_and_of_integers(size):
     for most in (32 * size, 2**24):
         found = jax.jit(partial(running_sum, most=most))(counts[0])
         np.testing.assert_array_equal(found, counts[0].cumsum())
+    # The form of TPUs.
+    np.testing.assert_array_equal(jax.jit(_running_sum_of_lanes)(counts[0]), counts[0].cumsum())
 
 
 def test_products_of_constants_still_overflow():

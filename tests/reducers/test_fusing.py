@@ -7,7 +7,7 @@ import pytest
 from register_run import State
 
 import jaxdist as jd
-from jaxdist.wire.flat import concatenate, from_byte_planes, fuse, fuse_bytes, to_byte_planes
+from jaxdist.wire.flat import concatenate, decode_mean, from_byte_planes, fuse, fuse_bytes, to_byte_planes
 
 KINDS = [(3,), (), (4, 5), (2, 3, 2), (7,), (1,), (5, 4), (0, 4), (6, 6), (12,)]
 LIKE = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 10 * KINDS]
@@ -105,3 +105,29 @@ def test_leaves_beyond_32_bits_are_not_written_to_a_place(dtype, size):
     assert "concatenate" in traced
     assert "dynamic_update_slice" not in traced
     assert "dynamic_update_slice" in str(jax.make_jaxpr(lambda *leaves: concatenate(leaves))(like[-1], like[-1]))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "default"])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_means_of_decoded_payloads(mesh, monkeypatch, platform, workers):
+    """A TPU adds them to zeros, other backends to the first one: each counts once, in the type of the payloads."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *operands, **forms: forms[platform](*operands))
+    codes = np.random.default_rng(0).integers(0, 9, (workers, 6)).astype(np.uint8)
+    scales = 2.0 ** np.arange(workers, dtype=np.float32)
+
+    def decode(payload):
+        codes, scale = payload
+        return codes.astype(jnp.float32) * scale
+
+    def add(payload, total):
+        return total + decode(payload)
+
+    def means(codes, scales):
+        # Each device has payloads of its own.
+        scales = scales * jax.lax.axis_index("data")
+        return decode_mean(decode, (codes, scales))[None], decode_mean(decode, (codes, scales), add=add)[None]
+
+    run = jax.shard_map(means, mesh=mesh, in_specs=(jax.P(), jax.P()), out_specs=jax.P("data"))
+    expected = np.arange(8)[:, None] * (codes * scales[:, None]).mean(0)
+    for found in jax.jit(run)(codes, scales):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
