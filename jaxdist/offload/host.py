@@ -54,10 +54,11 @@ def host(
 
     *On the wire*: the collectives of `inner`, unchanged.
 
-    *State*: that of `inner`, every leaf in the mark `OnHost` around the mark it had, but typed keys, which remain on the
-    device. `init` returns it in host memory; `distribute` and `simulate` keep it there, as does plain `jax.jit`. Where that donates the state, it must donate the
-    parameters too, and return both in the order of the arguments: JAX matches donated arrays with results by shape and
-    order, whatever memory they are in, and on CPU the state alone, matched with the parameters, ends the process.
+    *State*: that of `inner`, every leaf in the mark `OnHost` around the mark it had, except typed keys, which remain on
+    the device. `init` returns it in host memory; `distribute` and `simulate` keep it there, as does plain `jax.jit`.
+    Where that donates the state, it must donate the parameters too, and return both in the order of the arguments: JAX
+    matches donated arrays with results by shape and order, whatever memory they are in, and on CPU the state alone,
+    matched with the parameters, ends the process.
 
     Args:
       inner: any optimizer, or a chain. Loops that work on the state are refused.
