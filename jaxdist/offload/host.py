@@ -10,7 +10,7 @@ import optax
 from .._core.checks import check_count
 from .._core.compat import varying_axes
 from .._core.dtypes import round_to
-from .._core.trees import to_device
+from .._core.trees import is_key, to_device
 from .._core.types import Array, Int, PyTree, State, Updates
 from ..state.marks import OnHost, is_mark
 from ..transforms.local_gradients import communicates, with_extra_args
@@ -54,10 +54,11 @@ def host(
 
     *On the wire*: the collectives of `inner`, unchanged.
 
-    *State*: that of `inner`, every leaf in the mark `OnHost` around the mark it had. `init` returns it in host memory;
-    `distribute` and `simulate` keep it there, as does plain `jax.jit`. Where that donates the state, it must donate the
-    parameters too, and return both in the order of the arguments: JAX matches donated arrays with results by shape and
-    order, whatever memory they are in, and on CPU the state alone, matched with the parameters, ends the process.
+    *State*: that of `inner`, every leaf in the mark `OnHost` around the mark it had, except typed keys, which remain on
+    the device. `init` returns it in host memory; `distribute` and `simulate` keep it there, as does plain `jax.jit`.
+    Where that donates the state, it must donate the parameters too, and return both in the order of the arguments: JAX
+    matches donated arrays with results by shape and order, whatever memory they are in, and on CPU the state alone,
+    matched with the parameters, ends the process.
 
     Args:
       inner: any optimizer, or a chain. Loops that work on the state are refused.
@@ -109,8 +110,11 @@ class _Config(NamedTuple):
 
 
 def _init(cfg: _Config, params: PyTree) -> State:
-    def mark_on_host(node: Any) -> OnHost:
-        return node if isinstance(node, OnHost) else OnHost(jax.device_put(node, jax.memory.Space.Host))
+    def mark_on_host(node: Any) -> Any:
+        # On a mesh JAX loses the memory kind of the typed keys that a step returns, and the next step fails.
+        if isinstance(node, OnHost) or any(map(is_key, jax.tree.leaves(node))):
+            return node
+        return OnHost(jax.device_put(node, jax.memory.Space.Host))
 
     return jax.tree.map(mark_on_host, cfg.inner.init(params), is_leaf=is_mark)
 
@@ -136,7 +140,9 @@ def _update(
         raise ValueError("the optimizer returned a state with another tree than it was given")
     # The state follows the updates, among the flat arguments and among the flat results.
     first_in, first_out = len(jax.tree.leaves(updates)), len(jax.tree.leaves(shapes[0]))
-    pairs = {first_in + i: first_out + i for i in range(len(jax.tree.leaves(bare)))}
+    nodes = jax.tree.leaves(state, is_leaf=is_mark)
+    on_host = [isinstance(node, OnHost) for node in nodes for _ in jax.tree.leaves(node)]
+    pairs = {first_in + i: first_out + i for i, is_there in enumerate(on_host) if is_there}
     with jax.named_scope("offload_host"):
         given = jax.tree.leaves(arguments)
         out = run(flatten(closed), given, pairs, compute=cfg.compute, tile_bytes=cfg.tile_bytes)

@@ -45,13 +45,23 @@ def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
 
 
 def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
-    """The tree of `NamedSharding`s of a state; leaves inside `OnHost` get memory kind `pinned_host`."""
+    """The tree of `NamedSharding`s of a state; leaves inside `OnHost` get memory kind `pinned_host`.
+
+    Raises:
+      ValueError: a typed key is inside `OnHost`.
+    """
     # Without types that say otherwise, XLA replicates the empty arrays that a step returns: a step whose first state
     # has them sharded would be compiled again.
     is_auto = AxisType.Explicit not in mesh.axis_types
 
     def shard(marks, leaf):
         host = any(isinstance(mark, OnHost) for mark in marks)
+        if host and is_key(leaf):
+            # From a compiled step they come back as arrays on the device whose buffers are on the host.
+            raise ValueError(
+                f"OnHost around a typed key {leaf.dtype}{list(leaf.shape)}: JAX loses the memory kind of keys on a "
+                "mesh. Keep the key on the device, or its words on the host, OnHost(jax.random.key_data(key))"
+            )
         spec = PartitionSpec() if is_auto and 0 in np.shape(leaf) else spec_of(marks)
         return NamedSharding(mesh, spec, memory_kind="pinned_host" if host else None)
 

@@ -280,6 +280,26 @@ def test_around_zero(compute, four, expected):
     assert {shard.data.nbytes for shard in moment.addressable_shards} == {4 * 8}  # 24 entries in parts of 8, not whole
 
 
+def test_keys_stay_on_the_device():
+    """As words on the host a key comes back from a step of a mesh as one on the device, and the next step fails."""
+    mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    tx = offload.host(jd.zero_redundancy(optax.add_noise(0.1, 0.5, key=jax.random.key(0))))
+
+    def step(state, batch):
+        updates, opt = tx.update(state["params"] * batch[0], state["opt"], state["params"])
+        return {"params": updates, "opt": opt}, {}
+
+    params = jnp.ones(4, jnp.bfloat16)
+    state = jd.place({"params": params, "opt": tx.init(params)}, mesh)
+    run = jd.distribute(step, mesh)
+    for _ in range(3):
+        state, _ = run(state, jnp.ones(2, jnp.bfloat16))
+    assert state["opt"].inner.rng_key.sharding.memory_kind == "device"
+    assert state["opt"].inner.count.value.sharding.memory_kind == "pinned_host"
+    with pytest.raises(ValueError, match=r"OnHost around a typed key .* OnHost\(jax.random.key_data\(key\)\)"):
+        jd.place({"opt": {"key": jd.OnHost(jax.random.key(0))}}, mesh)
+
+
 def test_simulated(expected):
     state = three_steps(offload.host(ZERO), 4)
     assert_close(state.params, expected, 1e-5)
