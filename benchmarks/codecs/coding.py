@@ -25,7 +25,8 @@ from common import write_record
 from links.problems import MOMENTUM, RATES, classifier
 
 import jaxdist as jd
-from jaxdist.reducers.base import NO_EXTRAS, Messages, Reduced, Reducer, as_generator
+from jaxdist.reducers.messages import as_generator
+from jaxdist.reducers.reducer import NO_EXTRAS, Messages, Reduced, Reducer
 
 REDUCERS = {
     "none": None,

@@ -15,7 +15,8 @@ from .._core.compat import shard_map
 from .._core.types import Array, AxisNames, Like, PyTree
 from ..comm.base import Comm, alone
 from ..comm.over import over
-from ..reducers.base import Reducer, exact
+from ..reducers.exact import exact
+from ..reducers.reducer import Reducer
 from ..state.marks import PerWorker, Sharded, axis_tuple, map_marked
 from ..state.placement import init_state
 from ..state.placement import workers as state_workers

@@ -20,8 +20,8 @@ from .._core.types import Array, PyTree, State, Updates
 from ..comm.base import alone
 from ..local_sgd.state import LocalStepsState, advance_schedules, mark_inner, unmark_inner, update_inner_buffers
 from ..local_sgd.synchronize import round_like
-from ..reducers.base import Extras, Law, Messages, Reduced, Reducer
-from ..reducers.feedback import EF21State
+from ..reducers.ef21 import EF21State
+from ..reducers.reducer import Extras, Law, Messages, Reduced, Reducer
 from ..state.marks import is_mark, with_value
 from ..state.placement import place_leaf
 from .protocol import hash_of

@@ -14,7 +14,8 @@ from .._core.trees import fold_keys, next_count, tree_where
 from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.base import add_bytes
 from ..comm.over import over
-from ..reducers.base import Law, Reducer, check_reducer, exact
+from ..reducers.exact import exact
+from ..reducers.reducer import Law, Reducer, check_reducer
 from ..state.marks import PerWorker, bind, is_mark, with_value
 from ..transforms.common import LearningRate, inner_step, rate_at
 from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes, with_extra_args

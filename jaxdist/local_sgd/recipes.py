@@ -21,9 +21,9 @@ from .._core.types import AxisNames, Like, Updates
 from ..compressors.base import chained
 from ..compressors.sign import two_means
 from ..compressors.sparse import block_top_k
-from ..reducers.base import Reducer
 from ..reducers.compressed import compressed
-from ..reducers.feedback import error_feedback
+from ..reducers.error_feedback import error_feedback
+from ..reducers.reducer import Reducer
 from ..state.marks import name_leaf
 from ..transforms.common import LearningRate
 from .base import local_steps, with_rate

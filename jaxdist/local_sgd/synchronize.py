@@ -15,7 +15,8 @@ from .._core.jaxprs import CASTS, ELEMENTWISE, evaluate
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, Flag, Float, Int, PyTree, State, Updates
 from ..comm.base import Comm
-from ..reducers.base import Extras, Law, Reducer, exact
+from ..reducers.exact import exact
+from ..reducers.reducer import Extras, Law, Reducer
 from ..state.marks import Sharded, flatten_marks, is_mark, with_value
 from ..transforms.local_gradients import reduce_weighted
 from ..transforms.weights import keep_unused, zero_unless

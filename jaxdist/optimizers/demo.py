@@ -17,7 +17,8 @@ from .._core.dtypes import saturate
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Float, Int, Like, Shape, State, UInt, Updates
 from ..compressors.packing import pack, unpack
-from ..reducers.base import Messages, run
+from ..reducers.messages import run
+from ..reducers.reducer import Messages
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, descend, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, local_gradients

@@ -14,7 +14,8 @@ from .._core.checks import check_count, check_range
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
-from ..reducers.base import Messages, run
+from ..reducers.messages import run
+from ..reducers.reducer import Messages
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, descend, rate_at
 from ..transforms.local_gradients import check_leaves, local_gradients, with_extra_args

@@ -14,8 +14,9 @@ from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm, add_bytes
 from ..compressors.qsgd import qsgd
 from ..compressors.sign import scaled_sign
-from ..reducers.base import Extras, Reducer, check_reducer, exact
-from ..reducers.feedback import error_feedback
+from ..reducers.error_feedback import error_feedback
+from ..reducers.exact import exact
+from ..reducers.reducer import Extras, Reducer, check_reducer
 from ..reducers.two_shot import two_shot
 from ..state.marks import bind
 from ..transforms.common import LearningRate, descend, moving_average, rate_at, zeros_like

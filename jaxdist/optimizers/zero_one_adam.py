@@ -15,8 +15,9 @@ from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm, add_bytes
 from ..compressors.sign import scaled_sign
-from ..reducers.base import Extras, Reducer, check_reducer, exact
-from ..reducers.feedback import ErrorFeedbackState, error_feedback
+from ..reducers.error_feedback import ErrorFeedbackState, error_feedback
+from ..reducers.exact import exact
+from ..reducers.reducer import Extras, Reducer, check_reducer
 from ..reducers.two_shot import TwoShotState, two_shot
 from ..state.marks import PerWorker, Sharded, bind, map_marked, with_value
 from ..transforms.common import LearningRate, moving_average, zeros_like

@@ -13,7 +13,8 @@ from .._core.jaxprs import propagate
 from .._core.trees import fold_keys, tree_where
 from .._core.types import Array, AxisNames, Bool, PyTree, State
 from ..comm.over import over
-from ..reducers.base import Law, Reducer, check_reducer, exact
+from ..reducers.exact import exact
+from ..reducers.reducer import Law, Reducer, check_reducer
 from ..schedule.buckets import LayerSplit, split_layers
 from ..state.marks import MARKS, PerWorker, bind
 from ..transforms.local_gradients import check_leaves, check_local, communicates, refuse_model_axes, with_extra_args

@@ -11,7 +11,7 @@ import optax
 from .._core.trees import is_key, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, PyTree, State
 from ..comm.over import over
-from ..reducers.base import Reducer, check_reducer
+from ..reducers.reducer import Reducer, check_reducer
 from ..state.marks import PerWorker, bind, is_mark
 from ..transforms.local_gradients import with_extra_args
 from ..transforms.local_value_and_grad import to_varying

@@ -32,10 +32,11 @@ from ..decentralized.method import Method
 from ..decentralized.plain import d_psgd
 from ..local_sgd.base import local_steps
 from ..local_sgd.fragments import SyncPeriod
-from ..reducers.base import Reducer, exact
-from ..reducers.feedback import error_feedback
+from ..reducers.bucketed import bucketed
+from ..reducers.error_feedback import error_feedback
+from ..reducers.exact import exact
 from ..reducers.hierarchical import hierarchical as on_two_levels
-from ..reducers.partitioned import bucketed
+from ..reducers.reducer import Reducer
 from ..reducers.two_shot import two_shot
 from ..topology.base import Topology
 from ..topology.graphs import complete, ring

@@ -11,10 +11,12 @@ from .._core.dtypes import widen
 from .._core.types import AxisNames, Like, PyTree
 from ..compressors.cast import cast
 from ..optimizers.frozen_adam import check_adam
-from ..reducers.base import Reducer, exact, list_named_leaves
-from ..reducers.combinators import per_leaf
+from ..reducers.bucketed import bucketed
 from ..reducers.compressed import compressed
-from ..reducers.partitioned import bucketed
+from ..reducers.exact import exact
+from ..reducers.per_leaf import per_leaf
+from ..reducers.reducer import Reducer
+from ..reducers.trees import list_named_leaves
 from ..transforms.all_reduce import all_reduce
 from ..transforms.common import LearningRate, zeros_like
 from ..transforms.local_gradients import per_worker

@@ -18,18 +18,9 @@ from ..comm.base import Comm
 from ..compressors.base import Codec, Compressor, check_compressor
 from ..compressors.codecs import decode_all, encode_all
 from ..wire.flat import decode_mean, group_by_shape, map_stack, stack_by_shape, step_key, unstack
-from .base import (
-    DrawState,
-    Extras,
-    Messages,
-    Protocol,
-    Reduced,
-    Reducer,
-    forms_of,
-    from_generator,
-    init_draws,
-    tree_norm,
-)
+from .messages import from_generator
+from .reducer import DrawState, Extras, Messages, Protocol, Reduced, Reducer, forms_of, init_draws
+from .trees import tree_norm
 
 DIVIDES = (
     "compressed(divide_by_inflation=True) shortens steps, and error feedback would send later what it leaves out: use "

@@ -17,24 +17,11 @@ from .._core.types import Like, PyTree, Updates
 from ..comm.base import Comm
 from ..compressors.sparse import Method, top_k
 from ..state.marks import PerWorker, with_value
-from .base import (
-    NO_EXTRAS,
-    DrawState,
-    Extras,
-    Forms,
-    Protocol,
-    Reduced,
-    Reducer,
-    Result,
-    as_generator,
-    cast_like,
-    for_real_numbers,
-    from_generator,
-    run,
-    tree_norm,
-)
 from .compressed import compressed
 from .feedback import is_absent, zero_where
+from .messages import as_generator, for_real_numbers, from_generator, run
+from .reducer import NO_EXTRAS, DrawState, Extras, Forms, Protocol, Reduced, Reducer, Result
+from .trees import cast_like, tree_norm
 
 
 class DGCState(NamedTuple):

@@ -14,7 +14,8 @@ from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm, Sent, SentForOwn
 from ..state.marks import INNER, OUTER, PerWorker, Sharded, axis_tuple, flatten_marks, is_mark
 from ..wire.flat import MULTIPLE, clear_padding, from_vectors, vector_likes, vectors
-from .base import (
+from .messages import as_generator, for_real_numbers, run
+from .reducer import (
     MIXED_WEIGHTS,
     NO_EXTRAS,
     Extras,
@@ -23,15 +24,12 @@ from .base import (
     Reduced,
     Reducer,
     Result,
-    as_generator,
     check_reducer,
-    for_real_numbers,
-    is_map_params_placeholder,
     least_contraction,
-    run,
     shards_of,
     weakest,
 )
+from .trees import is_map_params_placeholder
 
 
 @with_description

@@ -1,4 +1,4 @@
-"""Parts of a tree that are reduced by collectives of their own: buckets of leaves, and partitions of layers."""
+"""ByteScheduler's partitions: layers cut into parts of equal bytes, reduced in the order in which they are used."""
 
 import itertools
 import math
@@ -8,174 +8,18 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._core.descriptions import with_description
-from .._core.trees import fold_keys
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
-from ..schedule.buckets import assign_buckets, forward_positions, layer_numbers
-from ..wire.flat import MULTIPLE, after, concatenate, from_vectors, group_alike, vector_likes
-from .base import (
-    NO_EXTRAS,
-    Extras,
-    Reduced,
-    Reducer,
-    Result,
-    as_generator,
-    check_reducer,
-    for_real_numbers,
-    forward_forms,
-    is_map_params_placeholder,
-    list_named_leaves,
-    run,
-    weakest,
-)
+from ..schedule.buckets import layer_numbers
+from ..wire.flat import MULTIPLE, concatenate, from_vectors, group_alike
+from .messages import for_real_numbers
+from .parts import check_parts, init_parts, reduce_parts
+from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, forward_forms, weakest
+from .trees import is_map_params_placeholder, list_named_leaves
 
 Order = Literal["priority", "fifo"] | Sequence[int]
-
-
-@with_description
-def bucketed(
-    reducer: Reducer,
-    *,
-    bucket_bytes: int = 25 << 20,
-    first_bucket_bytes: int | None = 1 << 20,
-    flat: bool = True,
-    layers: Sequence[Any] | None = None,
-) -> Reducer:
-    """Reduces the tree in buckets of about `bucket_bytes`, last layers first, with separate collectives for each.
-
-    Separate collectives can start while earlier layers are still computing. The reducer sees a bucket as one vector:
-    one scale, one top-k for all leaves in it. With `flat=False` it sees the leaves, as it would without buckets:
-    matrices stay matrices, which PowerSGD needs.
-
-    A bucket is ready when the backward pass has computed the last of its gradients, so leaves should be in the order in
-    which the forward pass uses them. The keys of a dict are sorted instead: an embedding before blocks `block_0`,
-    `block_1`, ... would share a bucket with the head. Pass the order as `layers=`.
-
-    *On the wire*: for each bucket what the reducer sends for one vector of its size, or for its leaves.
-
-    *State*: a tuple with the reducer's state for each bucket.
-
-    Args:
-      reducer: reduces one flat vector, or the leaves of one bucket.
-      bucket_bytes: the maximum size of a bucket. Small buckets pay more latency, large ones leave nothing to overlap.
-        25 MiB is PyTorch's; with ResNet-50 its authors were fastest at 10 to 25 MB over NCCL and at 5 over gloo.
-      first_bucket_bytes: the maximum size of the bucket that is ready last; small, since nothing overlaps with it.
-      flat: whether leaves of a bucket become one vector.
-      layers: the top-level entries of the tree in forward order, as `schedule.forward_order(loss, params, batch)` reads
-        it from a loss. `None`: the order of a sequence or NamedTuple; keys of a dict by name, `block_2` before
-        `block_10`.
-
-    Raises:
-      ValueError: a cap is not positive; with `flat`, the reducer needs matrices or whole gradients (`power_sgd`, `dgc`
-        with `clip_norm=`); from `init`, `layers` does not name each entry of the tree once.
-
-    Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.reducers.bucketed(jd.error_feedback(jd.compressed(jd.top_k(0.01))), first_bucket_bytes=1000)
-      >>> [state.residual.value.shape for state in reducer.init({"a": jnp.zeros(300), "b": jnp.zeros(50)})]
-      [(50,), (300,)]
-
-    References:
-      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704, 2020.
-    """
-    # Checks the caps.
-    assign_buckets([], bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
-    if flat:
-        _check_parts("bucketed() makes one vector of the leaves of a bucket, unless flat=False", reducer)
-    return _make_bucketed(_BucketConfig(reducer, bucket_bytes, first_bucket_bytes, flat, layers))
-
-
-class _BucketConfig(NamedTuple):
-    reducer: Reducer
-    bucket_bytes: int
-    first_bucket_bytes: int | None
-    flat: bool
-    layers: Sequence[Any] | None
-
-
-def _make_bucketed(cfg: _BucketConfig) -> Reducer:
-    forms = forward_forms(lambda inner: _make_bucketed(cfg._replace(reducer=inner)), cfg.reducer, shards=False)
-    return Reducer(
-        for_real_numbers(partial(_init_buckets, cfg)), partial(_reduce_buckets, cfg), weakest(cfg.reducer), forms
-    )
-
-
-def _init_buckets(cfg: _BucketConfig, like: PyTree[Like]) -> State:
-    if is_map_params_placeholder(like):
-        return 0
-    leaves, structure = jax.tree.flatten(like)
-    buckets = _assign(cfg, like)
-    if cfg.flat:
-        return _init_parts(cfg.reducer, [vector_likes([leaves[i] for i in members])[0] for members in buckets])
-    return _init_parts(cfg.reducer, [_only(leaves, structure, members) for members in buckets])
-
-
-def _reduce_buckets(
-    cfg: _BucketConfig, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
-) -> Result:
-    leaves, structure = jax.tree.flatten(updates)
-    buckets = _assign(cfg, updates)
-    # All buckets are made before any is reduced: their arrays are concatenated outside of the collectives.
-    if cfg.flat:
-        parts = [concatenate([leaves[i] for i in members]) for members in buckets]
-    else:
-        parts = [_only(leaves, structure, members) for members in buckets]
-    reduced, state = _reduce_parts(cfg.reducer, parts, state, comm, extras)
-    means, owns = list(leaves), list(leaves)
-    for members, done in zip(buckets, reduced, strict=True):
-        likes = [leaves[i] for i in members]
-        for out, part in ((means, done.mean), (owns, done.own)):
-            inside = from_vectors([part], likes) if cfg.flat else jax.tree.leaves(part)
-            for i, leaf in zip(members, inside, strict=True):
-                out[i] = leaf
-    return Reduced(structure.unflatten(means), structure.unflatten(owns)), state
-
-
-def _check_parts(what: str, reducer: Reducer) -> None:
-    check_reducer(reducer)
-    if reducer.forms.no_parts is not None:
-        raise ValueError(f"{what}: {reducer.forms.no_parts}")
-
-
-def _init_parts(reducer: Reducer, parts: Sequence[PyTree[Like]]) -> tuple[State, ...]:
-    # Parts must not share their draws.
-    return tuple(fold_keys(reducer.init(part), i) for i, part in enumerate(parts))
-
-
-def _reduce_parts(
-    reducer: Reducer, parts: Sequence[Updates], state: State, comm: Comm, extras: Extras, *, window: int | None = None
-) -> tuple[list[Reduced], tuple[State, ...]]:
-    """Reduces parts by collectives of their own; with a window, of which that many vectors may be in flight."""
-    reduced, states = [], []
-    for part, part_state in zip(parts, state, strict=True):
-        if window is not None:
-            part = _wait_for_window(part, [done.mean for done in reduced], window)
-        done, part_state = run(as_generator(reducer, part, part_state, comm, extras), comm)
-        reduced.append(done)
-        states.append(part_state)
-    return reduced, tuple(states)
-
-
-def _assign(cfg: _BucketConfig, tree: PyTree[Like]) -> list[list[int]]:
-    leaves, positions = jax.tree.leaves(tree), forward_positions(tree, cfg.layers)
-    buckets = assign_buckets(
-        [leaves[i].size * leaves[i].dtype.itemsize for i in positions],
-        bucket_bytes=cfg.bucket_bytes,
-        first_bucket_bytes=cfg.first_bucket_bytes,
-        kinds=[leaves[i].dtype for i in positions],
-    )
-    members = [[positions[k] for k in bucket] for bucket in buckets]
-    # Buckets that stay trees have their leaves in the order of the tree, and so has their part of the state.
-    return members if cfg.flat else [sorted(bucket) for bucket in members]
-
-
-def _only(leaves: Sequence[Any], structure: Any, members: Sequence[int]) -> PyTree:
-    """The tree with some of its leaves, and `None` in place of the others: a leaf keeps its path."""
-    chosen = set(members)
-    return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
 
 
 @with_description
@@ -243,7 +87,7 @@ def partitioned(
         raise ValueError(f'order must be "priority", "fifo" or the layer of each partition, got {order!r}')
     if layers is not None and layer_fn is not None:
         raise ValueError("layers and layer_fn both define the layers: pass one of them")
-    _check_parts("partitioned() cuts layers into vectors", reducer)
+    check_parts("partitioned() cuts layers into vectors", reducer)
     cfg = _PartitionConfig(reducer, partition_bytes, -(-credit_bytes // partition_bytes), order, layers, layer_fn)
     return _make_partitioned(cfg)
 
@@ -270,7 +114,7 @@ def _init_partitions(cfg: _PartitionConfig, like: PyTree[Like]) -> State:
     if is_map_params_placeholder(like):
         return 0
     parts = _plan(cfg, like)
-    return _init_parts(cfg.reducer, [jax.ShapeDtypeStruct((part.stop - part.start,), part.dtype) for part in parts])
+    return init_parts(cfg.reducer, [jax.ShapeDtypeStruct((part.stop - part.start,), part.dtype) for part in parts])
 
 
 def _reduce_partitions(
@@ -280,7 +124,7 @@ def _reduce_partitions(
     leaves, structure = jax.tree.flatten(updates)
     flats = {part.members: concatenate([leaves[i] for i in part.members]) for part in parts}
     vectors = [flats[part.members][part.start : part.stop] for part in parts]
-    reduced, state = _reduce_parts(cfg.reducer, vectors, state, comm, extras, window=cfg.window)
+    reduced, state = reduce_parts(cfg.reducer, vectors, state, comm, extras, window=cfg.window)
     mean, own = (structure.unflatten(_join(parts, [done[which] for done in reduced], leaves)) for which in (0, 1))
     return Reduced(mean, own), state
 
@@ -341,25 +185,6 @@ def _order_parts(vectors: list[_Vector], partition_bytes: int, order: Order) -> 
         raise ValueError(f"order must name each layer once for each of its partitions, {there}, but names {wanted}")
     left = {layer: iter(of_layer) for layer, of_layer in parts.items()}
     return [next(left[layer]) for layer in order]
-
-
-def _wait_for_window(vector: Array, arrived: list[Array], window: int) -> Array:
-    """The same vector, available only once the partition that leaves the window has arrived."""
-    if not arrived:
-        return vector
-    last = arrived[-1]
-    if window == 1:
-        return after(vector, last)
-    first = arrived[-window:][:1] if len(arrived) >= window else []
-
-    def wait_for_last(vector, last, first):
-        return after(vector, last)
-
-    def wait_for_first(vector, last, first):
-        return after(vector, first)
-
-    # Collectives on CPU block, and would be merged within a window.
-    return lax.platform_dependent(vector, last, first, cpu=wait_for_last, default=wait_for_first)
 
 
 def _join(parts: list[_Part], pieces: list[Array], leaves: list) -> list:

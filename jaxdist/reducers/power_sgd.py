@@ -33,21 +33,10 @@ from ..wire.low_rank import (
     write_matrices,
 )
 from ..wire.low_rank import squarest_view as squarest_view
-from .base import (
-    NO_EXTRAS,
-    Extras,
-    Forms,
-    Messages,
-    Protocol,
-    Reduced,
-    Reducer,
-    Result,
-    exact,
-    for_real_numbers,
-    from_generator,
-    run,
-)
-from .combinators import reducer_schedule
+from .exact import exact
+from .messages import for_real_numbers, from_generator, run
+from .reducer import NO_EXTRAS, Extras, Forms, Messages, Protocol, Reduced, Reducer, Result
+from .reducer_schedule import reducer_schedule
 
 Own = Literal["local", "paper"]
 

@@ -1,4 +1,4 @@
-"""Collectives of payloads that are averaged and encoded again on the way: in two phases, by votes, around a ring."""
+"""Two-shot compression: chunks are sent to their owners, averaged there, encoded again and gathered."""
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._core.descriptions import with_description
 from .._core.dtypes import narrow, working_dtype
@@ -14,28 +13,23 @@ from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Like, Payload, PyTree, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import Compressor, check_compressor, contraction_form
-from ..compressors.packing import pack, unpack
 from ..state.marks import Sharded, with_value
 from ..wire.flat import (
     MULTIPLE,
     clear_padding,
     concat_rows,
-    concatenate,
     decode_mean,
     from_vectors,
-    fuse_bytes,
     group_alike,
-    rows,
     split_leaves,
     step_key,
     unshard,
     vector_likes,
     vectors,
 )
-from .base import (
-    NO_EXTRAS,
+from .messages import from_generator
+from .reducer import (
     NO_MAGNITUDES,
-    DrawState,
     Extras,
     Forms,
     Law,
@@ -43,14 +37,10 @@ from .base import (
     Protocol,
     Reduced,
     Reducer,
-    Result,
-    cast_like,
-    for_real_numbers,
     forms_of,
-    from_generator,
     init_draws,
-    is_map_params_placeholder,
 )
+from .trees import cast_like, is_map_params_placeholder
 
 # Chunks of a vector of `LONG` entries or more are whole buckets of any usual size: compressors need not pad them.
 LONG, BUCKETS = 2**22, 512
@@ -242,142 +232,3 @@ def _chunk_error(compressor: Compressor, x: Array, payload: Payload, comm: Comm,
     """The compression error of this worker's chunk; zero in the padding, which is no part of the update."""
     error = x - compressor.decompress(payload, jax.ShapeDtypeStruct(x.shape, x.dtype))
     return clear_padding(error, size, comm.size, comm.index)
-
-
-@with_description
-def majority_vote() -> Reducer:
-    """The sign that most workers see: `mean = sgn(Σ_w sgn(x_w))` with `sgn(0) = +1`, so ties give +1; `own = sgn(x)`.
-
-    The magnitude is gone: an entry that most workers see slightly negative and one of them hugely positive moves down,
-    against the mean. For `f(x) = x / 4` with gradients 4 (a quarter of the time) and -1, the mean is 1/4 and the mean
-    sign -1/2: it climbs. Use it as in Signum, for averages over many steps, and with a small learning rate:
-    `chain(per_worker(ema(0.9)), all_reduce(majority_vote()), scale(-1e-4))`. No error feedback: the contribution
-    of a worker to a vote is undefined. An entry that is always zero still gets +1 every step, NaN votes -1. All workers
-    vote, with one vote each, so that `examples=` is refused.
-
-    *On the wire* for all `n` entries together: an all-to-all of packed signs and a gather of packed votes,
-    `2 (W-1) ⌈n / 8W⌉` bytes sent.
-
-    *State*: none. The law is `Law.NONE`.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.reducers.majority_vote()
-      >>> def one_worker(x):
-      ...     return reducer.reduce(x, (), jd.comm.over("data"))[0].mean
-      >>> x = jnp.array([[9.0, -1.0], [-1.0, -1.0], [-1.0, 2.0]])
-      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(x)[0].tolist()
-      [-1.0, -1.0]
-
-    References:
-      Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimization for Non-Convex Problems",
-      arXiv:1802.04434, 2018; "signSGD with Majority Vote is Communication Efficient and Fault Tolerant",
-      arXiv:1810.05291, 2018.
-    """
-
-    def messages(updates, state, comm, extras):
-        leaves, tree = jax.tree.flatten(updates)
-        if not leaves:
-            return Reduced(updates, updates), state
-        signs = [(leaf >= 0).astype(jnp.uint8) for leaf in leaves]
-        # Row `j` has the entries whose votes worker `j` counts; rows end with a whole byte.
-        ballots = rows(concatenate(signs), comm.size)
-        received = yield Messages(exchange=[pack(ballots, 1)])
-        ayes = jnp.sum(unpack(received.exchange[0], 1, ballots.shape[1]), axis=0, dtype=jnp.int32)
-        # sgn(Σ_w sgn(x_w)): at least half of the workers.
-        received = yield Messages(gather=[pack((2 * ayes >= comm.size).astype(jnp.uint8), 1)])
-        votes = unpack(received.gather[0], 1, ballots.shape[1]).ravel()
-        mean, own = (
-            [jnp.where(bit == 1, 1, -1).astype(leaf.dtype) for bit, leaf in zip(bits, leaves, strict=True)]
-            for bits in (from_vectors([votes], signs), signs)
-        )
-        return Reduced(tree.unflatten(mean), tree.unflatten(own)), state
-
-    forms = Forms(no_examples=NO_MAGNITUDES)
-    return from_generator("majority_vote", lambda like: (), messages, law=Law.NONE, forms=forms)
-
-
-_NO_FEEDBACK = (
-    "error feedback around ring() feeds each worker the errors of whole partial sums, which grow with the number of "
-    "workers: use two_shot(), which sends the same bytes"
-)
-
-
-@with_description
-def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
-    """A ring all-reduce whose partial sums are decoded, added to and coded again at each of its `W` stations.
-
-    What a narrow dtype inside a collective does, shown in the open: use `two_shot`, which sends the same bytes and
-    codes twice whatever `W` is. Station `k` codes a sum of `k` gradients and all earlier errors: with an unbiased code
-    and `W` equal gradients `x`, the variance of that sum is `V_k = (1+ω) V_{k-1} + ω k² |x|²`, and that of the mean
-    `V_W / W²`, at least `ω |x|² W/3` (`two_shot`: `ω |x|² (1 + (1+ω)/W)`). `own` is `x` plus the errors that this
-    worker made, which makes the law exact, but those errors are as large as whole sums: error feedback around it would
-    grow them without bound, and is refused.
-
-    *On the wire* for a vector of `n` entries, cut into chunks of `c = ⌈n / W⌉`: `W-1` permutations and one all-gather
-    of the code of a chunk, `2 (W-1) bytes(c)` sent, one after the other.
-
-    *State* (replicated): a key and a count.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.reducers.ring(jd.compressors.identity())
-      >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
-      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.arange(6.0).reshape(2, 3))[0].tolist()
-      [1.5, 2.5, 3.5]
-
-    References:
-      Patarasuk, Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009.
-    """
-    check_compressor(compressor)
-    forms = Forms(no_feedback=_NO_FEEDBACK, no_examples=NO_MAGNITUDES if compressor.scale_free else None)
-    init = for_real_numbers(partial(init_draws, seed))
-    return Reducer(init, partial(_reduce_around_ring, compressor), forms=forms)
-
-
-def _reduce_around_ring(
-    compressor: Compressor, updates: Updates, state: DrawState, comm: Comm, extras: Extras = NO_EXTRAS
-) -> Result:
-    leaves, tree = jax.tree.flatten(updates)
-    flats, workers = vectors(leaves), comm.size
-    dtypes = [flat.dtype for flat in flats]
-    likes = [jax.ShapeDtypeStruct((-(-flat.size // workers),), working_dtype(flat.dtype)) for flat in flats]
-    # [W, c]: this worker's contribution to the chunks, to which its errors are added.
-    own = [
-        jnp.pad(flat, (0, -flat.size % workers)).reshape(workers, -1).astype(like.dtype)
-        for flat, like in zip(flats, likes, strict=True)
-    ]
-    key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
-    onwards = [(i, (i + 1) % workers) for i in range(workers)]
-    sums: list[Array] = []
-    codes: list[Payload] = []
-    for station in range(workers):
-        # Chunk i starts at worker i, and is at worker i + k at station k.
-        place = (comm.index - station) % workers
-        mine = [lax.dynamic_index_in_dim(chunks, place, keepdims=False) for chunks in own]
-        sums = [x + y for x, y in zip(sums, mine, strict=True)] if station else mine
-        sums = [clear_padding(x, flat.size, workers, place) for x, flat in zip(sums, flats, strict=True)]
-        keys = [jax.random.fold_in(jax.random.fold_in(key, station), i) for i in range(len(own))]
-        codes = [compressor.compress(x.astype(t), k) for x, t, k in zip(sums, dtypes, keys, strict=True)]
-        decoded = [compressor.decompress(code, like) for code, like in zip(codes, likes, strict=True)]
-        # own = x + D(C(sum)) - sum
-        own = [
-            lax.dynamic_update_index_in_dim(chunks, x + after - before, place, 0)
-            for chunks, x, after, before in zip(own, mine, decoded, sums, strict=True)
-        ]
-        if station < workers - 1:
-            arrays, structure = jax.tree.flatten(codes)
-            codes = structure.unflatten(fuse_bytes(comm, lambda x: comm.ppermute(x, onwards), arrays))
-            sums = [compressor.decompress(code, like) for code, like in zip(codes, likes, strict=True)]
-    arrays, structure = jax.tree.flatten(codes)
-    arrived = structure.unflatten(fuse_bytes(comm, comm.all_gather, arrays))
-    # Worker i ends with the sum of chunk i + 1.
-    whole = [
-        jnp.roll(jax.vmap(lambda code, like=like: compressor.decompress(code, like))(payload), 1, axis=0)
-        for payload, like in zip(arrived, likes, strict=True)
-    ]
-    mean = tree.unflatten(from_vectors([chunks.ravel() / workers for chunks in whole], leaves))
-    own = tree.unflatten(from_vectors([chunks.ravel() for chunks in own], leaves))
-    reduced = Reduced(cast_like(mean, updates), comm.varying(cast_like(own, updates)))
-    return reduced, DrawState(state.key, next_count(state.count))

@@ -15,8 +15,8 @@ from .._core.types import AxisNames, PRNGKeyArray, PyTree, State
 from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm, alone, nested
 from ..comm.over import over
-from ..reducers.base import NO_EXTRAS, Extras, Law, Reducer, contraction_of, shards_of
-from ..reducers.feedback import error_feedback
+from ..reducers.error_feedback import error_feedback
+from ..reducers.reducer import NO_EXTRAS, Extras, Law, Reducer, contraction_of, shards_of
 from ..runtime.simulate import simulate
 from ..state.marks import PerWorker, Sharded, is_mark, name_leaf
 from ..state.placement import init_state

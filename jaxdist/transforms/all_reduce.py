@@ -15,7 +15,7 @@ from .._core.compat import shard_map, varying_axes
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Int, PyTree, State, Updates
 from ..comm.over import over
-from ..reducers.base import Extras, Law, Reducer, check_reducer, contraction_of
+from ..reducers.reducer import Extras, Law, Reducer, check_reducer, contraction_of
 from ..state.marks import PerWorker, axis_tuple, bind, expand_specs, is_spec, map_marked, name_leaf, with_value
 from .averaged import check_functions
 from .local_gradients import (

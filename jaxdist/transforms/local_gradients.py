@@ -14,7 +14,7 @@ from .._core.trees import is_overwritten
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
-from ..reducers.base import NO_FORMS, Forms
+from ..reducers.reducer import NO_FORMS, Forms
 from ..state.marks import (
     OnHost,
     PerWorker,

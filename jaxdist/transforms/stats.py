@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from .._core.types import Array, AxisNames, PyTree, State
 from .._core.xla_quirks import largest_entry
 from ..comm.over import over
-from ..reducers.combinators import TrackedState
-from ..reducers.feedback import ErrorFeedbackState
+from ..reducers.error_feedback import ErrorFeedbackState
+from ..reducers.with_stats import TrackedState
 from ..state.marks import OnHost, PerWorker, cutting, map_marked
 from .all_reduce import AllReduceState
 from .local_gradients import communicates

@@ -15,7 +15,9 @@ from .._core.types import Array, AxisNames, Flag, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.base import Compressor, contraction_form
-from ..reducers.base import Extras, Reducer, exact, is_map_params_placeholder, shards_of
+from ..reducers.exact import exact
+from ..reducers.reducer import Extras, Reducer, shards_of
+from ..reducers.trees import is_map_params_placeholder
 from ..state.marks import NO_PARAMETER, Sharded, beside, bind, is_mark, with_value
 from ..transforms.averaged import average_arguments
 from ..transforms.local_gradients import (

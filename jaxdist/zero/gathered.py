@@ -14,7 +14,8 @@ from .._core.types import Array, AxisNames, Like, PRNGKeyArray, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.base import Compressor
-from ..reducers.base import Reducer, exact, shards_of
+from ..reducers.exact import exact
+from ..reducers.reducer import Reducer, shards_of
 from ..state.marks import Sharded, axis_tuple, is_mark
 from ..wire.flat import MULTIPLE, unshard
 from .checks import check_sharding

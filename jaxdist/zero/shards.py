@@ -15,7 +15,8 @@ from .._core.trees import fold_keys, next_count
 from .._core.types import Array, AxisNames, Flag, Like, Payload, PRNGKeyArray, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import Compressor
-from ..reducers.base import Extras, Reducer, as_generator, run
+from ..reducers.messages import as_generator, run
+from ..reducers.reducer import Extras, Reducer
 from ..schedule.buckets import assign_buckets, forward_positions
 from ..state.marks import Sharded, axis_tuple, is_mark, with_value
 from ..state.placement import workers

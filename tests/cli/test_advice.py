@@ -20,7 +20,7 @@ from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import train
 from jaxdist.analysis import cost, measured
 from jaxdist.analysis.measured import fit
-from jaxdist.reducers.base import Law
+from jaxdist.reducers.reducer import Law
 from jaxdist.runtime.json_log import json_line
 
 COMPUTE = 0.01

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxdist as jd
-from jaxdist.reducers.base import Extras
+from jaxdist.reducers.reducer import Extras
 
 AXIS, SIZES = ("pod", "chip"), {"pod": 2, "chip": 2}
 EXACT = jd.exact()

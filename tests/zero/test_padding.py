@@ -10,7 +10,7 @@ from problems import TrainState, assert_close
 import jaxdist as jd
 from jaxdist import compressors as jc
 from jaxdist.comm import over
-from jaxdist.reducers.base import shards_of
+from jaxdist.reducers.reducer import shards_of
 from jaxdist.wire.flat import clear_padding, rows
 
 INT8 = jc.int8()

@@ -13,7 +13,7 @@ import jaxdist as jd
 from jaxdist import analysis
 from jaxdist import compressors as jc
 from jaxdist.comm import over
-from jaxdist.reducers.base import shards_of
+from jaxdist.reducers.reducer import shards_of
 from jaxdist.testing import assert_reducer_laws
 from jaxdist.zero import shards
 

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ... import schedule
-from ...reducers.base import Reducer, exact
+from ...reducers.exact import exact
 from ...reducers.partitioned import partitioned
+from ...reducers.reducer import Reducer
 from ...schedule.profile import Profile
 from ...schedule.timeline import Timeline
 from .. import layers

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ..._core.types import Array, Metrics, PRNGKeyArray, PyTree
-from ...reducers.base import Reducer
+from ...reducers.reducer import Reducer
 
 LOOP_FROM = 12  # layers: fewer are faster unrolled, and compile quickly enough
 

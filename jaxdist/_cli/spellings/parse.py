@@ -18,7 +18,7 @@ from ...analysis import cost
 from ...asynchronous import durations, links, rules
 from ...asynchronous.protocol import Rule
 from ...compressors.base import Compressor
-from ...reducers.base import Reducer
+from ...reducers.reducer import Reducer
 from ...transforms.all_reduce import all_reduce
 from ...transforms.common import LearningRate
 from ..models import gpt

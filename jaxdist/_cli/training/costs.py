@@ -12,7 +12,8 @@ from ... import analysis
 from ...analysis.base import Collectives, make_collective, summarize
 from ...analysis.measured import seconds_of
 from ...analysis.step_time import Schedule, StepCost, Traffic, mean_traffic, traffic
-from ...reducers.base import Reducer, exact
+from ...reducers.exact import exact
+from ...reducers.reducer import Reducer
 from ...runtime.distribute import distribute
 from ...runtime.mesh import global_batch, make_mesh
 from ...state.placement import init_state

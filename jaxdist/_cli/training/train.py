@@ -12,8 +12,8 @@ import optax
 from ... import analysis
 from ..._core.types import Metrics, PyTree
 from ...local_sgd.state import global_params
-from ...reducers.base import Reducer
-from ...reducers.combinators import with_stats
+from ...reducers.reducer import Reducer
+from ...reducers.with_stats import with_stats
 from ...runtime.distribute import distribute, evaluate
 from ...runtime.mesh import global_batch
 from ...state.placement import init_state

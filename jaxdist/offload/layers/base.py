@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from ..._core.checks import check_range
 from ..._core.types import Array, AxisNames, PyTree, State
-from ...reducers.base import Reducer, exact
+from ...reducers.exact import exact
+from ...reducers.reducer import Reducer
 from ...state.marks import axis_tuple
 from ...transforms.local_gradients import with_extra_args
 from ..nvme.disk import Access, Disk

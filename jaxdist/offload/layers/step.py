@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..._core.compat import shard_map
 from ..._core.types import Array, AxisNames, PyTree
 from ...comm.over import over
-from ...reducers.base import NO_EXTRAS, Reducer
+from ...reducers.reducer import NO_EXTRAS, Reducer
 from ...state.marks import axis_tuple
 from ..nvme.arrays import check_dtype, on_host
 from ..nvme.disk import Access

@@ -1,26 +1,14 @@
-"""The `Reducer`: every worker's tree in, one mean out that is equal on all workers; and `exact`, the mean itself.
-
-Most reducers are generators: they yield the arrays to communicate as `Messages` and receive the results. The caller
-packs the arrays: `run` into one collective for each direction and dtype, `interleave` those of several reducers
-together. Reducers whose communication is conditional write `reduce` directly and have no generator form.
-"""
+"""The `Reducer`: every worker's tree in, one mean out that is equal on all workers."""
 
 import enum
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._core.descriptions import with_description
-from .._core.dtypes import explain_dtype, narrow, widen
-from .._core.types import Array, Float, Int, Key, Like, PyTree, Shape, State, Updates
-from .._core.xla_quirks import largest_entry
-from ..comm.base import Comm
+from .._core.types import Array, Int, Key, Like, PyTree, Shape, State, Updates
 from ..compressors.base import NO_CONTRACTION, Codec, Compressor, contraction_form
-from ..state.marks import name_leaf
-from ..wire.flat import fuse, fuse_bytes, rows
 
 
 class Law(enum.IntEnum):
@@ -166,96 +154,6 @@ class Reducer(NamedTuple):
         return self.description or f"Reducer{tuple(self)}"
 
 
-def from_generator(
-    name: str, init: Callable, messages: Callable[..., Protocol], *, law: Law = Law.EXACT, forms: Forms | None = None
-) -> Reducer:
-    """Makes a reducer from its generator form, `messages(updates, state, comm, extras)`; `name` is its profiler scope.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, jaxdist as jd
-      >>> from jaxdist.reducers import Messages, Reduced, from_generator
-      >>> def messages(updates, state, comm, extras):
-      ...     received = yield Messages(mean=[updates])
-      ...     return Reduced(received.mean[0], updates), state
-      >>> reducer = from_generator("my_mean", lambda like: (), messages)
-      >>> reducer.reduce(jnp.ones(2), (), jd.comm.alone())[0].mean.tolist()
-      [1.0, 1.0]
-    """
-
-    def reduce(updates, state, comm, extras=NO_EXTRAS):
-        with jax.named_scope(name):
-            return run(messages(updates, state, comm, extras), comm)
-
-    return Reducer(for_real_numbers(init), reduce, law, (forms or Forms())._replace(messages=messages))
-
-
-def for_real_numbers(init: Callable[[PyTree[Like]], State]) -> Callable[[PyTree[Like]], State]:
-    """The `init` of a reducer, which refuses leaves that are complex or have fewer than 16 bits, by their names."""
-
-    def checked_init(like):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(like):
-            if problem := explain_dtype(leaf.dtype):
-                raise ValueError(f"{name_leaf('the update', path)} has dtype {leaf.dtype}: {problem}")
-        return init(like)
-
-    return checked_init
-
-
-def run(generator: Generator[Messages, Messages, Any], comm: Comm) -> Any:
-    """Runs a generator of messages to its end over a group of workers, and returns what it returns."""
-    try:
-        messages = next(generator)
-        while True:
-            messages = generator.send(transmit(messages, comm))
-    except StopIteration as stop:
-        return stop.value
-
-
-def as_generator(reducer: Reducer, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Protocol:
-    """Runs any reducer in its generator form, for `yield from` inside another generator."""
-    if reducer.forms.messages is None:
-        return reducer.reduce(updates, state, comm, extras)
-    return (yield from reducer.forms.messages(updates, state, comm, extras))
-
-
-def interleave(generators: Sequence[Generator[Messages, Any, Any]]) -> Generator[Messages, Messages, list[Any]]:
-    """Runs several generators in lockstep, round `i` of all of them in one `Messages`; returns what each returned."""
-    results: list[Any] = [None] * len(generators)
-    # Generators may differ in length: those that have ended no longer take part.
-    pending: dict[int, Messages] = {}
-    directions = range(len(Messages._fields))
-
-    def advance(i, received):
-        try:
-            pending[i] = generators[i].send(received)
-        except StopIteration as stop:
-            results[i] = stop.value
-
-    for i in range(len(generators)):
-        advance(i, None)
-    while pending:
-        sent, pending = pending, {}
-        received = yield Messages(*([array for messages in sent.values() for array in messages[d]] for d in directions))
-        # Results come back in the order of the arrays, so each generator takes as many as it has sent.
-        inboxes = [iter(arrays) for arrays in received]
-        for i, messages in sent.items():
-            advance(i, Messages(*([next(inboxes[d]) for _ in messages[d]] for d in directions)))
-    return results
-
-
-def transmit(messages: Messages, comm: Comm) -> Messages:
-    """Communicates the arrays, one collective for each direction and dtype."""
-    # Means and sums need one collective for each dtype; what only moves travels as bytes, all dtypes in one.
-    return Messages(
-        mean=fuse(comm, comm.mean, messages.mean),
-        gather=fuse_bytes(comm, comm.all_gather, messages.gather),
-        exchange=fuse_bytes(comm, comm.all_to_all, messages.exchange, rows=True),
-        sum=fuse(comm, comm.sum, messages.sum),
-        max=fuse(comm, comm.max, messages.max),
-        scatter=fuse(comm, comm.reduce_scatter_mean, messages.scatter, rows=True),
-    )
-
-
 def check_reducer(reducer: Any) -> None:
     """Raises unless the argument is a reducer; a compressor becomes one by `compressed`."""
     if isinstance(reducer, Compressor):
@@ -358,84 +256,3 @@ def shards_of(reducer: Reducer, groups: int = 1, *, advice: str = "reduce in ful
             f"such, error_feedback and loco around two_shot, per_leaf or reducer_schedule of them: use one, or {advice}"
         )
     return reducer.forms.shards(groups)
-
-
-def cast_like(tree: PyTree, like: PyTree) -> PyTree:
-    """Casts each leaf to the dtype of its counterpart; to float16, what is finite stays finite.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jaxdist.reducers import cast_like
-      >>> float(cast_like(jnp.array(1e6), jnp.zeros((), jnp.float16)))
-      65504.0
-    """
-    return jax.tree.map(lambda x, y: narrow(x, y.dtype), tree, like)
-
-
-def list_named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """The leaves with their paths, as `"layers/0/kernel"`."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
-
-
-def tree_norm(tree: Updates) -> Float[Array, ""]:
-    """The L2 norm of all leaves together, in float32."""
-    leaves = jax.tree.leaves(tree)
-    if not leaves:
-        return jnp.zeros((), jnp.float32)
-    largest = largest_entry(
-        jnp.stack([largest_entry(jnp.abs(leaf), initial=0.0).astype(jnp.float32) for leaf in leaves])
-    )
-    # Squares of quotients of the largest entry neither vanish nor overflow.
-    unit = jnp.where(largest == 0, 1.0, largest)
-    squares = [jnp.sum(jnp.square((widen(leaf) / unit).astype(jnp.float32))) for leaf in leaves]
-    return unit * jnp.sqrt(jnp.stack(squares).sum())
-
-
-def is_map_params_placeholder(like: PyTree) -> bool:
-    """Recognizes what `optax.tree.map_params` passes instead of parameters: no leaves, and not a pytree container.
-
-    A reducer whose state does not mirror the parameters leaf by leaf returns a single leaf for it: nothing to map.
-    """
-    structure = jax.tree.structure(like)
-    # A container of parameters has `None` in place of those that are elsewhere, and each is a node.
-    return structure.num_nodes == 1 and not structure.num_leaves and not isinstance(like, dict | list | tuple | None)
-
-
-@with_description
-def exact() -> Reducer:
-    """The mean over workers: `mean = (1/W) Σ_w x_w`, bit for bit what `lax.pmean` of the concatenated leaves gives.
-
-    *On the wire*: one all-reduce for each dtype; a worker sends `2(W-1)/W · itemsize · size` bytes. On CPU, where
-    XLA would widen bfloat16 and gloo adds float16 slowly, bfloat16 and long arrays of float16 are sent as u16 words and
-    added in float32. The reduce-scatter form sends half of that, padded.
-
-    *State*: none.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.exact()
-      >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
-      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.array([1.0, 3.0])).tolist()
-      [2.0, 2.0]
-    """
-    return from_generator("exact", lambda like: (), _exact_messages, law=Law.MEAN, forms=Forms(shards=_exact_shards))
-
-
-def _exact_messages(updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
-    leaves, tree = jax.tree.flatten(updates)
-    received = yield Messages(mean=leaves)
-    # Nothing is lost, so a worker's contribution is its updates.
-    return Reduced(tree.unflatten(received.mean), updates), state
-
-
-def _exact_shards(groups: int) -> Reducer:
-    return from_generator("exact_shards", lambda like: (), partial(_exact_shard_messages, groups), law=Law.MEAN)
-
-
-def _exact_shard_messages(groups: int, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
-    leaves, tree = jax.tree.flatten(updates)
-    # Row `j` has the shard of worker `j`, padded as `Sharded` pads it.
-    received = yield Messages(scatter=[rows(leaf, comm.size, groups=groups) for leaf in leaves])
-    return Reduced(tree.unflatten(received.scatter), updates), state

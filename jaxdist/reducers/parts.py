@@ -1,0 +1,65 @@
+"""Parts of a tree that are reduced one by one, with a bound on how many are in flight."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from .._core.trees import fold_keys
+from .._core.types import Array, Like, PyTree, State, Updates
+from ..comm.base import Comm
+from ..wire.flat import after
+from .messages import as_generator, run
+from .reducer import Extras, Reduced, Reducer, check_reducer
+
+
+def check_parts(what: str, reducer: Reducer) -> None:
+    """Raises for a reducer that cannot be applied to parts of leaves."""
+    check_reducer(reducer)
+    if reducer.forms.no_parts is not None:
+        raise ValueError(f"{what}: {reducer.forms.no_parts}")
+
+
+def init_parts(reducer: Reducer, parts: Sequence[PyTree[Like]]) -> tuple[State, ...]:
+    """A state for each part."""
+    # Parts must not share their draws.
+    return tuple(fold_keys(reducer.init(part), i) for i, part in enumerate(parts))
+
+
+def reduce_parts(
+    reducer: Reducer, parts: Sequence[Updates], state: State, comm: Comm, extras: Extras, *, window: int | None = None
+) -> tuple[list[Reduced], tuple[State, ...]]:
+    """Reduces parts by collectives of their own; with a window, of which that many vectors may be in flight."""
+    reduced, states = [], []
+    for part, part_state in zip(parts, state, strict=True):
+        if window is not None:
+            part = _wait_for_window(part, [done.mean for done in reduced], window)
+        done, part_state = run(as_generator(reducer, part, part_state, comm, extras), comm)
+        reduced.append(done)
+        states.append(part_state)
+    return reduced, tuple(states)
+
+
+def select_part(leaves: Sequence[Any], structure: Any, members: Sequence[int]) -> PyTree:
+    """The tree with some of its leaves, and `None` in place of the others: a leaf keeps its path."""
+    chosen = set(members)
+    return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
+
+
+def _wait_for_window(vector: Array, arrived: list[Array], window: int) -> Array:
+    """The same vector, available only once the partition that leaves the window has arrived."""
+    if not arrived:
+        return vector
+    last = arrived[-1]
+    if window == 1:
+        return after(vector, last)
+    first = arrived[-window:][:1] if len(arrived) >= window else []
+
+    def wait_for_last(vector, last, first):
+        return after(vector, last)
+
+    def wait_for_first(vector, last, first):
+        return after(vector, first)
+
+    # Collectives on CPU block, and would be merged within a window.
+    return lax.platform_dependent(vector, last, first, cpu=wait_for_last, default=wait_for_first)
