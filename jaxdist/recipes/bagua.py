@@ -26,10 +26,10 @@ from .._core.types import AxisNames, PyTree, State, Updates
 from ..comm.over import over
 from ..compressors.base import Compressor
 from ..compressors.blocks import min_max_uint8
-from ..decentralized.base import gossip
-from ..decentralized.compressed import dcd_psgd
+from ..decentralized.d_psgd import d_psgd
+from ..decentralized.dcd_psgd import dcd_psgd
+from ..decentralized.gossip import gossip
 from ..decentralized.method import Method
-from ..decentralized.plain import d_psgd
 from ..local_sgd.base import local_steps
 from ..local_sgd.fragments import SyncPeriod
 from ..reducers.bucketed import bucketed
