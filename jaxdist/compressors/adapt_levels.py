@@ -20,7 +20,7 @@ from jax import lax
 
 from .._core.types import Array, Float
 from .._core.xla_quirks import smallest_entry
-from .levels import powers
+from .nuqsgd import powers
 from .rounding import normalize_buckets, to_buckets
 
 # A smaller standard deviation would give a bucket of equal entries infinite densities.

@@ -16,7 +16,7 @@ from jax import lax
 
 from .._core.types import Array, Float, Like
 from .._core.xla_quirks import smallest_entry
-from .base import Codec, DamagedCodeError
+from .compressor import Codec, DamagedCodeError
 from .entropy_codes import (
     Reader,
     decode_omega,

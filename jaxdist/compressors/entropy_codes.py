@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from .._core.types import Array, Int
-from .base import DamagedCodeError
+from .compressor import DamagedCodeError
 
 # The numbers of a lane, and the most groups of digits of a number below 2**32.
 LANE = 512

@@ -12,7 +12,7 @@ from .._core.checks import check_count
 from .._core.dtypes import saturate
 from .._core.types import Array, Float, Int, Like, Shape
 from .._core.xla_quirks import hide_constants, largest_magnitude, sum_rows
-from .base import Compressor, Factor
+from .compressor import Compressor, Factor
 from .random import KeyOrStream, uniform_hash
 
 # To the nearest value (ties to even), or to one of the two neighbors at random, unbiased.

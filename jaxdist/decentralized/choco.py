@@ -6,7 +6,8 @@ import jax
 
 from .._core.descriptions import with_description
 from .._core.trees import minus, plus
-from ..compressors.base import Compressor, contraction_form
+from ..compressors.compressor import Compressor
+from ..compressors.scaled import contraction_form
 from .exchange import exchange, init_copy
 from .method import Method, StepContext, StepResult, check_undirected
 

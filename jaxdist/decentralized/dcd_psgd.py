@@ -10,7 +10,7 @@ from .._core.descriptions import with_description
 from .._core.trees import minus, plus
 from .._core.types import Array, PyTree
 from ..comm.base import Comm
-from ..compressors.base import Compressor
+from ..compressors.compressor import Compressor
 from ..topology.base import Topology
 from ..wire.mixing import times, weight_of
 from .exchange import exchange, exchange_rows, init_copy

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .._core.descriptions import with_description
 from .._core.trees import plus, wide
 from .._core.types import Array, PyTree
-from ..compressors.base import Compressor
+from ..compressors.compressor import Compressor
 from .exchange import exchange
 from .method import Method, StepContext, StepResult, check_undirected
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._core.dtypes import working_dtype
 from .._core.types import Array, Payload, PyTree
-from ..compressors.base import Compressor
+from ..compressors.compressor import Compressor
 from ..topology.base import Topology
 from ..transforms.common import zeros_like
 from ..wire.flat import fuse_bytes, map_groups, stack_by_shape, unstack

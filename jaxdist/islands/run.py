@@ -14,7 +14,7 @@ import numpy as np
 
 from .._core.trees import leaf_name
 from .._core.types import State
-from ..compressors.base import DamagedCodeError
+from ..compressors.compressor import DamagedCodeError
 from ..local_sgd.state import LocalStepsState
 from . import protocol
 from .base import DamagedError, RunMismatchError

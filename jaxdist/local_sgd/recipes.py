@@ -18,9 +18,9 @@ from optax.contrib import muon
 from .._core.checks import check_range
 from .._core.dtypes import working_dtype
 from .._core.types import AxisNames, Like, Updates
-from ..compressors.base import chained
-from ..compressors.sign import two_means
-from ..compressors.sparse import block_top_k
+from ..compressors.block_top_k import block_top_k
+from ..compressors.chained import chained
+from ..compressors.two_means import two_means
 from ..reducers.compressed import compressed
 from ..reducers.error_feedback import error_feedback
 from ..reducers.reducer import Reducer

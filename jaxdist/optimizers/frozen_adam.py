@@ -13,7 +13,7 @@ from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm, add_bytes
 from ..compressors.qsgd import qsgd
-from ..compressors.sign import scaled_sign
+from ..compressors.scaled_sign import scaled_sign
 from ..reducers.error_feedback import error_feedback
 from ..reducers.exact import exact
 from ..reducers.reducer import Extras, Reducer, check_reducer

@@ -14,7 +14,7 @@ from .._core.dtypes import wider_dtype, working_dtype
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm, add_bytes
-from ..compressors.sign import scaled_sign
+from ..compressors.scaled_sign import scaled_sign
 from ..reducers.error_feedback import ErrorFeedbackState, error_feedback
 from ..reducers.exact import exact
 from ..reducers.reducer import Extras, Reducer, check_reducer

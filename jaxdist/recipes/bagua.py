@@ -24,8 +24,8 @@ from .. import optimizers
 from .._core.descriptions import with_description
 from .._core.types import AxisNames, PyTree, State, Updates
 from ..comm.over import over
-from ..compressors.base import Compressor
-from ..compressors.blocks import min_max_uint8
+from ..compressors.compressor import Compressor
+from ..compressors.min_max_uint8 import min_max_uint8
 from ..decentralized.d_psgd import d_psgd
 from ..decentralized.dcd_psgd import dcd_psgd
 from ..decentralized.gossip import gossip

@@ -12,8 +12,9 @@ from .._core.checks import check_count
 from .._core.types import Array, Float, Like, PyTree, Updates
 from .._core.xla_quirks import largest_magnitude
 from ..comm.base import Comm
-from ..compressors.base import Compressor, scaled
+from ..compressors.compressor import Compressor
 from ..compressors.rounding import check_buckets, powers_below
+from ..compressors.scaled import scaled
 from ..wire.flat import concatenate, from_vectors
 from .compressed import compressed
 from .messages import as_generator, from_generator

@@ -16,7 +16,8 @@ from ..compressors.adapt_levels import (
     optimal_levels,
     ratio_histogram,
 )
-from ..compressors.levels import powers, with_levels
+from ..compressors.levels import with_levels
+from ..compressors.nuqsgd import powers
 from .adaptive import LevelPlan, Norm, adaptive, check_adaptive, fit_steps
 from .reducer import Reducer
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from .._core.descriptions import with_description
 from ..compressors.adapt_levels import best_multiplier, bucket_sums, distribution_of, mixture_of
-from ..compressors.levels import powers, with_levels
+from ..compressors.levels import with_levels
+from ..compressors.nuqsgd import powers
 from .adaptive import LevelPlan, Norm, adaptive, check_adaptive, fit_steps
 from .reducer import Reducer
 

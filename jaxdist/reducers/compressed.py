@@ -15,8 +15,8 @@ from .._core.trees import next_count
 from .._core.types import Array, Float, Like, Payload, PyTree, Updates
 from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
-from ..compressors.base import Codec, Compressor, check_compressor
 from ..compressors.codecs import decode_all, encode_all
+from ..compressors.compressor import Codec, Compressor, check_compressor
 from ..wire.flat import decode_mean, group_by_shape, map_stack, stack_by_shape, step_key, unstack
 from .messages import from_generator
 from .reducer import DrawState, Extras, Messages, Protocol, Reduced, Reducer, forms_of, init_draws

@@ -15,7 +15,7 @@ from .._core.dtypes import widen_like, working_dtype
 from .._core.trees import tree_where
 from .._core.types import Like, PyTree, Updates
 from ..comm.base import Comm
-from ..compressors.sparse import Method, top_k
+from ..compressors.top_k import Method, top_k
 from ..state.marks import PerWorker, with_value
 from .compressed import compressed
 from .feedback import is_absent, zero_where

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from .._core.types import Array, Int, Key, Like, PyTree, Shape, State, Updates
-from ..compressors.base import NO_CONTRACTION, Codec, Compressor, contraction_form
+from ..compressors.compressor import Codec, Compressor
+from ..compressors.scaled import NO_CONTRACTION, contraction_form
 
 
 class Law(enum.IntEnum):

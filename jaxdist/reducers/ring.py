@@ -11,7 +11,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Payload, Updates
 from ..comm.base import Comm
-from ..compressors.base import Compressor, check_compressor
+from ..compressors.compressor import Compressor, check_compressor
 from ..wire.flat import clear_padding, from_vectors, fuse_bytes, step_key, vectors
 from .messages import for_real_numbers
 from .reducer import NO_EXTRAS, NO_MAGNITUDES, DrawState, Extras, Forms, Reduced, Reducer, Result, init_draws

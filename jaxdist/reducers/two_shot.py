@@ -12,7 +12,8 @@ from .._core.dtypes import narrow, working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Like, Payload, PyTree, State, Updates
 from ..comm.base import Comm
-from ..compressors.base import Compressor, check_compressor, contraction_form
+from ..compressors.compressor import Compressor, check_compressor
+from ..compressors.scaled import contraction_form
 from ..state.marks import Sharded, with_value
 from ..wire.flat import (
     MULTIPLE,

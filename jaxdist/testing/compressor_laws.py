@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from .._core.types import Array, Key, Like, PRNGKeyArray, PyTree, Shape
-from ..compressors.base import Codec, Compressor, DamagedCodeError
+from ..compressors.compressor import Codec, Compressor, DamagedCodeError
 
 SHAPES = ((), (1,), (0,), (0, 4), (37,), (2, 1, 3, 2, 2))
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -12,8 +12,8 @@ from jaxtyping import DTypeLike
 
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, PyTree, Shape, State, Updates
-from ..compressors.base import Compressor
-from ..compressors.block_floats import dynamic_fp8
+from ..compressors.compressor import Compressor
+from ..compressors.dynamic_fp8 import dynamic_fp8
 from ..state.marks import Inseparable, is_mark
 from .local_gradients import with_extra_args
 

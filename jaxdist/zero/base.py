@@ -14,7 +14,8 @@ from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Flag, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
-from ..compressors.base import Compressor, contraction_form
+from ..compressors.compressor import Compressor
+from ..compressors.scaled import contraction_form
 from ..reducers.exact import exact
 from ..reducers.reducer import Extras, Reducer, shards_of
 from ..reducers.trees import is_map_params_placeholder

@@ -13,7 +13,7 @@ from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, Like, PRNGKeyArray, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
-from ..compressors.base import Compressor
+from ..compressors.compressor import Compressor
 from ..reducers.exact import exact
 from ..reducers.reducer import Reducer, shards_of
 from ..state.marks import Sharded, axis_tuple, is_mark

@@ -14,7 +14,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import fold_keys, next_count
 from .._core.types import Array, AxisNames, Flag, Like, Payload, PRNGKeyArray, PyTree, Shape, State, Updates
 from ..comm.base import Comm
-from ..compressors.base import Compressor
+from ..compressors.compressor import Compressor
 from ..reducers.messages import as_generator, run
 from ..reducers.reducer import Extras, Reducer
 from ..schedule.buckets import assign_buckets, forward_positions

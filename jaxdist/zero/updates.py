@@ -11,7 +11,7 @@ from .._core.dtypes import round_to, working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Flag, Int, Key, PyTree, Shape, State, Updates
 from ..comm.base import Comm
-from ..compressors.base import Compressor
+from ..compressors.compressor import Compressor
 from ..state.marks import Sharded, is_mark, with_value
 from ..wire.flat import MULTIPLE, piece, step_key, unshard
 from .parts import Part, is_part, local_shard

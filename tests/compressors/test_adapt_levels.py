@@ -32,7 +32,7 @@ from jaxdist.compressors.adapt_levels import (
     ratio_histogram,
     rounding_loss,
 )
-from jaxdist.compressors.levels import powers
+from jaxdist.compressors.nuqsgd import powers
 from jaxdist.compressors.rounding import normalize_buckets, to_buckets
 
 

@@ -6,7 +6,7 @@ from codes import KEY, decoded, draws, relative_error
 from reference import blocks as reference
 
 from jaxdist.compressors import drive
-from jaxdist.compressors.sign import _hadamard, _random_signs
+from jaxdist.compressors.drive import _hadamard, _random_signs
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from reference import levels as reference
 
 from jaxdist import compressors as jc
-from jaxdist.compressors.levels import powers, worst_variance
+from jaxdist.compressors.levels import worst_variance
+from jaxdist.compressors.nuqsgd import powers
 
 X = np.array([3.0, -4.0, 0.0, 12.0], np.float32)
 PAPER = [0, 1 / 8, 1 / 4, 1 / 2, 1]

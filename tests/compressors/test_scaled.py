@@ -9,8 +9,8 @@ import pytest
 from codes import KEY, decoded
 
 from jaxdist import compressors as jc
-from jaxdist.compressors.base import contraction_form
-from jaxdist.compressors.levels import powers
+from jaxdist.compressors.nuqsgd import powers
+from jaxdist.compressors.scaled import contraction_form
 
 SIZE = 64
 UNLIKE = [-1, -0.1304, -0.0185, -0.0051, 0.0046, 0.0178, 0.1257, 1]

@@ -9,7 +9,7 @@ from reference import sparse
 from register import CODES, block_bytes
 
 from jaxdist import compressors as jc
-from jaxdist.compressors.sign import _worst_energy
+from jaxdist.compressors.two_means import _worst_energy
 
 KEY = jax.random.key(3)
 

@@ -17,7 +17,7 @@ from ... import compressors, reducers
 from ...analysis import cost
 from ...asynchronous import durations, links, rules
 from ...asynchronous.protocol import Rule
-from ...compressors.base import Compressor
+from ...compressors.compressor import Compressor
 from ...reducers.reducer import Reducer
 from ...transforms.all_reduce import all_reduce
 from ...transforms.common import LearningRate

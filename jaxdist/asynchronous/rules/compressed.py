@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.types import PyTree
-from ...compressors.base import Codec, Compressor, contraction_form
 from ...compressors.codecs import decode_all, encode_all
+from ...compressors.compressor import Codec, Compressor
+from ...compressors.scaled import contraction_form
 from ..protocol import REDUCED, Action, Actions, Message, Reaction, Reduce, Role, Rule, Send, Site
 from ..values import Encoded, Spec, force, mean_of, numeric, spec_of, zeros_for_sum
 

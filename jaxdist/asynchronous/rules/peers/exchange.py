@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...._core.types import Array, Number, PyTree, Shape
-from ....compressors.base import Compressor, contraction_form
+from ....compressors.compressor import Compressor
+from ....compressors.scaled import contraction_form
 from ....wire.low_rank import orthonormal, squarest_view
 from ...values import numeric
 
