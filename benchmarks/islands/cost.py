@@ -157,7 +157,7 @@ def measure_host(options):
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from jaxdist.islands import exchange, protocol
-    from jaxdist.local_sgd.base import config_of
+    from jaxdist.local_sgd.local_steps import config_of
 
     tx, params = make_method(), jnp.zeros(SHAPE)
     config, local, one = config_of(tx), tx.init(params), np.float32(1)

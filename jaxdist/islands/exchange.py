@@ -18,8 +18,9 @@ from .._core.hashing import hash_array
 from .._core.jaxprs import propagate
 from .._core.types import Array, PyTree, State, Updates
 from ..comm.base import alone
-from ..local_sgd.state import LocalStepsState, advance_schedules, mark_inner, unmark_inner, update_inner_buffers
-from ..local_sgd.synchronize import round_like
+from ..local_sgd.nested import advance_schedules, mark_inner, unmark_inner, update_inner_buffers
+from ..local_sgd.rounds import round_like
+from ..local_sgd.state import LocalStepsState
 from ..reducers.ef21 import EF21State
 from ..reducers.reducer import Extras, Law, Messages, Reduced, Reducer
 from ..state.marks import is_mark, with_value

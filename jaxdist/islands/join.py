@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import jax
 import optax
 
-from ..local_sgd.base import config_of
+from ..local_sgd.local_steps import config_of
 from .base import JoinOptions
 from .island import Island
 from .store import Connection, SharedStore, check_usable, open_store

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._core.types import PyTree
-from ..local_sgd.base import config_of
+from ..local_sgd.local_steps import config_of
 from . import protocol, run
 from .protocol import Member, round_name, see
 from .run import Replay

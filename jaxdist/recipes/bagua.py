@@ -30,8 +30,8 @@ from ..decentralized.d_psgd import d_psgd
 from ..decentralized.dcd_psgd import dcd_psgd
 from ..decentralized.gossip import gossip
 from ..decentralized.method import Method
-from ..local_sgd.base import local_steps
 from ..local_sgd.fragments import SyncPeriod
+from ..local_sgd.local_steps import local_steps
 from ..reducers.bucketed import bucketed
 from ..reducers.error_feedback import error_feedback
 from ..reducers.exact import exact

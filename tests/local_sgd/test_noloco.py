@@ -13,7 +13,7 @@ from reference.noloco import noloco as reference
 
 import jaxdist as jd
 from jaxdist.local_sgd import noloco
-from jaxdist.local_sgd.without_all_reduce import tournament
+from jaxdist.local_sgd.noloco import tournament
 
 
 def run(tx, drawn, start=None, **extras):

@@ -20,6 +20,7 @@ from ..state.marks import PerWorker, bind, is_mark, with_value
 from ..transforms.common import LearningRate, inner_step, rate_at
 from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes, with_extra_args
 from ..transforms.weights import check_shared, weight_of_leaves
+from .buffers import Buffers
 from .fragments import (
     Fragments,
     SyncPeriod,
@@ -32,33 +33,20 @@ from .fragments import (
     period_at,
     split,
 )
-from .state import (
-    Buffers,
-    LocalStepsState,
+from .nested import (
     check_nested,
-    check_step,
-    copy_wide,
     find_weigh_drift,
     has_models,
     inner_anchor,
     mark_inner,
-    merge_state,
     restart_models,
-    split_state,
     unmark_inner,
     update_inner_buffers,
 )
-from .synchronize import (
-    Fragment,
-    check_entrywise,
-    has_shards,
-    init_reducer,
-    merge_anchor,
-    parse_sync_override,
-    set_anchor,
-    synchronize_fragment,
-    warm_mean,
-)
+from .rounds import Fragment, merge_anchor, parse_sync_override, synchronize_fragment
+from .shards import check_entrywise, has_shards, init_reducer
+from .state import LocalStepsState, check_step, copy_wide, merge_state, split_state
+from .warm_up import set_anchor, warm_mean
 
 
 class _Config(NamedTuple):

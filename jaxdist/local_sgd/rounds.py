@@ -1,6 +1,5 @@
-"""One synchronization: a fragment's round, its merge into the local model, the warm-up, and shards of parameters."""
+"""One round of a fragment: its drift is averaged, the outer optimizer steps, and the local model follows."""
 
-import math
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,16 +10,15 @@ import numpy as np
 import optax
 
 from .. import comm as comms
-from .._core.jaxprs import CASTS, ELEMENTWISE, evaluate
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, Flag, Float, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..reducers.exact import exact
 from ..reducers.reducer import Extras, Law, Reducer
-from ..state.marks import Sharded, flatten_marks, is_mark, with_value
 from ..transforms.local_gradients import reduce_weighted
 from ..transforms.weights import keep_unused, zero_unless
-from ..wire.flat import group_by_sharding, map_groups, select_leaves, whole_likes
+from ..wire.flat import map_groups
+from .shards import has_shards, reduce_groups
 
 # `weigh_drift(anchor, anchor - params)`: the contribution of a worker to the mean drift.
 WeighDrift = Callable[[Updates, Updates], Updates]
@@ -179,49 +177,6 @@ def merge_anchor(
     return jax.tree.map(correct, anchor, local, params, steps, sent)
 
 
-def warm_mean(
-    comm: Comm, warm: Flag, updates: Updates, weight: Array | None, value: Any = None
-) -> tuple[Updates, Array | None, Array | None]:
-    """Returns the mean gradient during the warm-up, this worker's own gradient afterwards.
-
-    Also returns whether there is one, for this worker or in the warm-up for any: one boolean or `[leaves]`; `None`
-    without weights. And the loss `value`, by which an inner optimizer may change its step, in the same way.
-    """
-
-    def average_gradients(comm, updates, weight, value):
-        # The loss counts as the leaf with the most examples.
-        weights = weight
-        if value is not None and weight is not None and weight.ndim:
-            weights = jnp.concatenate([weight, weight.max(keepdims=True)])
-        together, _, used = reduce_weighted(partial(_mean, comm), (updates, value), (), comm, weights, plain=True)
-        if weight is not None and weight.ndim:
-            used = jnp.asarray(used)[: weight.size]
-        return *comm.varying(together), None if weight is None else comm.varying(used)
-
-    def keep_own(comm, updates, weight, value):
-        return *comm.varying((updates, value)), None if weight is None else comm.varying(weight > 0)
-
-    value = None if value is None else jnp.asarray(value)
-    mean, value, used = cond_or_static(warm, average_gradients, keep_own, comm, updates, weight, value)
-    return mean, used, value
-
-
-def set_anchor(comm: Comm, due: Flag, anchor: Updates, params: PyTree, steps: Updates) -> Updates:
-    """Returns the mean of the models after `steps` as the first anchor; the warm-up has kept them equal."""
-
-    def average_models(comm, anchor, params, steps):
-        local = optax.apply_updates(params, steps)
-        # Differences again, as in a round: the mean of what the warm-up added to the anchor.
-        ahead = jax.tree.map(lambda a, p: p.astype(a.dtype) - comm.varying(round_like(a, p)), anchor, local)
-        return optax.apply_updates(anchor, exact_mean(comm, ahead))
-
-    return cond_or_static(due, average_models, lambda comm, anchor, *_: anchor, comm, anchor, params, steps)
-
-
-def _mean(comm: Comm, updates: Updates, state: State) -> tuple[Updates, State]:
-    return exact_mean(comm, updates), state
-
-
 def round_like(anchor: Array, param: Array) -> Array:
     """Rounds the anchor to the dtype of a parameter and back: what bfloat16 loses must not count as drift."""
     return anchor.astype(param.dtype).astype(anchor.dtype)
@@ -249,98 +204,6 @@ def cond_or_static(due: Flag, on_true: Any, on_false: Any, comm: Comm, *operands
     return comms.cond(due, on_true, on_false, comm, *operands)
 
 
-class _Entries(NamedTuple):
-    """An array of which a worker has some entries, in a trace that is checked."""
-
-
-def has_shards(tree: PyTree) -> bool:
-    """Returns whether a tree has `Sharded` leaves."""
-    return any(isinstance(mark, Sharded) for leaf in flatten_marks(tree) for mark in leaf.marks)
-
-
-def init_reducer(reducer: Reducer, params: PyTree) -> State:
-    """The state of a reducer of drifts: one for each group of leaves that are sharded alike, where there are several.
-
-    Raises:
-      ValueError: the reducer keeps numbers of sharded leaves that are not shaped as these, which each worker would
-        compute from its own shard.
-    """
-    if not has_shards(params):
-        return reducer.init(params)
-    # A worker reduces a shard, which is a vector: what a reducer decides by the shape, it decides for vectors.
-    flat = jax.tree.map(lambda x: with_value(x, jnp.ravel(x.value)) if is_mark(x) else x, params, is_leaf=is_mark)
-    groups = group_by_sharding(flat)
-    states = tuple(reducer.init(select_leaves(flat, members)) for members in groups)
-    for members, state in zip(groups, states, strict=True):
-        if has_shards(select_leaves(params, members)):
-            _check_reducer_state(reducer, state)
-    return states if len(groups) > 1 else states[0]
-
-
-def _check_reducer_state(reducer: Reducer, state: State) -> None:
-    for leaf in flatten_marks(state):
-        # A mark without an axis is the reducer's own: it splits a whole array over its workers.
-        own = [mark for mark in leaf.marks if isinstance(mark, Sharded) and mark.axis is not None]
-        sizes = [(math.prod(mark.shape),) for mark in own]
-        is_floating = jnp.issubdtype(leaf.value.dtype, jnp.floating)
-        # Residuals are cut as their parameters are; keys and counts are equal on all workers.
-        if is_floating != bool(sizes) or any(leaf.value.shape != size for size in sizes):
-            raise ValueError(
-                f"{reducer.description or 'this reducer'} keeps {jax.tree_util.keystr(leaf.path)} of shape "
-                f"{leaf.value.shape} besides arrays that are shaped as the parameters, and of Sharded parameters each "
-                "worker would keep another one: use exact(), compressed(...), two_shot(..., server_feedback=False), or "
-                "error_feedback(...) of these, or do not shard the parameters (stages 1 and 2)"
-            )
-
-
-def reduce_groups(
-    reducer: Reducer, updates: Updates, state: State, comm: Comm, extras: Extras
-) -> tuple[Updates, State]:
-    """Averages drifts, each group of leaves that are sharded alike by itself; `state` is that of `init_reducer`."""
-    groups = group_by_sharding(updates)
-    if len(groups) < 2:
-        reduced, state = reducer.reduce(updates, state, comm, extras)
-        return reduced.mean, state
-    # The same order as in `map_groups`.
-    before, after = iter(state), []
-
-    def reduce_group(part: Updates) -> Updates:
-        reduced, new = reducer.reduce(part, next(before), comm, extras)
-        after.append(new)
-        return reduced.mean
-
-    return map_groups(reduce_group, updates), tuple(after)
-
-
 def exact_mean(comm: Comm, tree: PyTree) -> PyTree:
     """The mean over workers: one collective for each dtype, and for each way in which leaves are sharded."""
     return map_groups(lambda part: exact().reduce(part, (), comm)[0].mean, tree)
-
-
-def check_entrywise(outer: optax.GradientTransformationExtraArgs, anchor: PyTree) -> None:
-    """Checks that an outer optimizer treats each entry of sharded parameters by itself: a worker has some of them.
-
-    Raises:
-      ValueError: it takes norms, factors or other functions of whole arrays.
-    """
-    if not has_shards(anchor):
-        return
-    arguments = whole_likes((anchor, outer.init(anchor), anchor))
-    closed = jax.make_jaxpr(lambda *trees: outer.update(*trees, learning_rate=0.1))(*arguments)
-    operands = [
-        _Entries() if any(isinstance(mark, Sharded) for mark in leaf.marks) else None
-        for leaf in flatten_marks(arguments)
-    ]
-    evaluate(closed, _apply_entrywise, operands)
-
-
-def _apply_entrywise(equation: Any, operands: list[Any]) -> list[Any]:
-    if not any(isinstance(x, _Entries) for x in operands):
-        return [None] * len(equation.outvars)
-    if equation.primitive.name not in ELEMENTWISE | CASTS:
-        raise ValueError(
-            f"the outer optimizer computes a `{equation.primitive.name}` of whole arrays, and of Sharded parameters a "
-            "worker has a shard: use one that treats each entry by itself, "
-            "optax.sgd(0.7, momentum=0.9, nesterov=True)"
-        )
-    return [_Entries()] * len(equation.outvars)
