@@ -10,7 +10,8 @@ import numpy as np
 from ....topology.base import Topology
 from ...protocol import Actions, Message, Send, Site
 from ..base import hash_words
-from .exchange import ACTIVE, PASSIVE, Exchange, whole_models
+from .exchange import ACTIVE, PASSIVE, Exchange
+from .whole_models import whole_models
 
 Choice = Literal["uniform", "in_turn"]
 CHOICES = ("uniform", "in_turn")
