@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.types import Array, PyTree, Updates
-from ..online.geometries import Geometry
+from ..online.geometry import Geometry
 
 RATE = np.float32(0.1)
 
