@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._core.types import Number
-from ..schedule.stragglers import stragglar_seconds
+from ..schedule.stragglar import stragglar_seconds
 
 
 class Links(NamedTuple):

@@ -2,6 +2,6 @@
 
 from .demo import demo as demo
 from .dion import dion as dion
-from .frozen_adam import one_bit_adam as one_bit_adam
-from .frozen_adam import qadam as qadam
+from .one_bit_adam import one_bit_adam as one_bit_adam
+from .qadam import qadam as qadam
 from .zero_one_adam import zero_one_adam as zero_one_adam

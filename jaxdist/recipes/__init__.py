@@ -1,5 +1,5 @@
 """Named methods as compositions of a few lines: read them, and write your own."""
 
 from . import bagua as bagua
-from .data_parallel import compressed_adam as compressed_adam
-from .data_parallel import ddp as ddp
+from .compressed_adam import compressed_adam as compressed_adam
+from .ddp import ddp as ddp

@@ -15,6 +15,9 @@ from .graphs import path as path
 from .graphs import ring as ring
 from .graphs import star as star
 from .graphs import torus as torus
+from .matcha import Matchings as Matchings
+from .matcha import matcha as matcha
+from .matcha import matchings as matchings
 from .spectrum import expected_mixing_rate as expected_mixing_rate
 from .spectrum import is_doubly_stochastic as is_doubly_stochastic
 from .spectrum import is_symmetric as is_symmetric
@@ -22,9 +25,6 @@ from .spectrum import lazy as lazy
 from .spectrum import mixing_rate as mixing_rate
 from .spectrum import smallest_eigenvalue as smallest_eigenvalue
 from .spectrum import spectral_gap as spectral_gap
-from .varying import Matchings as Matchings
-from .varying import matcha as matcha
-from .varying import matchings as matchings
 from .varying import one_peer_exponential as one_peer_exponential
 from .varying import random_matchings as random_matchings
 from .varying import relabeled_ring as relabeled_ring

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxdist import topology as graphs
 from jaxdist.topology.base import color_arcs, color_edges, matrices
-from jaxdist.topology.varying import _laplacian, second_moment
+from jaxdist.topology.matcha import _laplacian, second_moment
 
 ANY_NUMBER = [
     graphs.ring,

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from ...._core.types import PyTree
-from ....schedule.stragglers import allocate_tasks
+from ....schedule.allocate_tasks import allocate_tasks
 from ...protocol import Compute, GradientRecord, Message, Reaction, Rule, Site
 from ...values import add, numeric, zeros_of_sum
 from ..base import apply_gradient, collective_rule, optimizer_on_values, reduce_all, step_records

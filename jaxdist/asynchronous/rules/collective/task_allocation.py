@@ -6,7 +6,7 @@ from functools import partial
 import optax
 
 from ...._core.types import Number
-from ....schedule.stragglers import allocate_tasks
+from ....schedule.allocate_tasks import allocate_tasks
 from ...protocol import Rule
 from .allocation import allocate, allocation_rule
 
