@@ -18,8 +18,8 @@ from ...runtime.distribute import distribute
 from ...state.marks import PerWorker
 from ...transforms.all_reduce import all_reduce
 from ...transforms.local_value_and_grad import local_value_and_grad
-from ...zero.base import zero_redundancy
 from ...zero.gathered import gathered, gathered_scan, shard
+from ...zero.zero_redundancy import zero_redundancy
 from ..models.base import PLAIN, LayerRunner, TrainingMethod, Workload
 
 
