@@ -18,7 +18,8 @@ from ..comm.over import over
 from ..state.marks import PerWorker, axis_tuple, bind, flatten_marks, with_value
 from ..topology.base import Topology, check_topology
 from ..transforms.common import check_per_worker, inner_step
-from ..transforms.local_gradients import check_leaves, check_local, check_shards, refuse_model_axes, with_extra_args
+from ..transforms.extra_args import with_extra_args
+from ..transforms.local_gradients import check_leaves, check_local, check_shards, refuse_model_axes
 from ..transforms.weights import as_flag, check_shared, zero_unless
 from .d_psgd import d_psgd
 from .method import Method, StepContext, check_interval, workers_of

@@ -13,7 +13,8 @@ from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import inner_step
-from ..transforms.local_gradients import check_leaves, check_shards, with_extra_args
+from ..transforms.extra_args import with_extra_args
+from ..transforms.local_gradients import check_leaves, check_shards
 from ..transforms.weights import as_flag, check_shared
 from .fragments import SyncPeriod, check_period, period_at
 from .nested import check_stays, has_models

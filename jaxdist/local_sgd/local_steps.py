@@ -18,7 +18,8 @@ from ..reducers.exact import exact
 from ..reducers.reducer import Law, Reducer, check_reducer
 from ..state.marks import PerWorker, bind, is_mark, with_value
 from ..transforms.common import LearningRate, inner_step, rate_at
-from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes, with_extra_args
+from ..transforms.extra_args import with_extra_args
+from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes
 from ..transforms.weights import check_shared, weight_of_leaves
 from .buffers import Buffers
 from .fragments import (

@@ -12,7 +12,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Int, Key, State, Updates
 from ..comm.over import over
-from ..transforms.local_gradients import with_extra_args
+from ..transforms.extra_args import with_extra_args
 from ..wire.flat import step_key
 from .buffers import find_buffers
 

@@ -13,7 +13,8 @@ from .._core.dtypes import round_to
 from .._core.trees import is_key, to_device
 from .._core.types import Array, Int, PyTree, State, Updates
 from ..state.marks import OnHost, is_mark
-from ..transforms.local_gradients import communicates, with_extra_args
+from ..transforms.extra_args import with_extra_args
+from ..transforms.mistakes import communicates
 from .host_update import run
 from .program import flatten
 

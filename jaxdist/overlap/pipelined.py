@@ -17,8 +17,10 @@ from ..reducers.exact import exact
 from ..reducers.reducer import Law, Reducer, check_reducer
 from ..schedule.buckets import LayerSplit, split_layers
 from ..state.marks import MARKS, PerWorker, bind
-from ..transforms.local_gradients import check_leaves, check_local, communicates, refuse_model_axes, with_extra_args
+from ..transforms.extra_args import with_extra_args
+from ..transforms.local_gradients import check_leaves, check_local, refuse_model_axes
 from ..transforms.local_value_and_grad import local_value_and_grad
+from ..transforms.mistakes import communicates
 from ..wire.flat import after, fuse
 
 

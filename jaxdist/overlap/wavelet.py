@@ -13,7 +13,7 @@ from .._core.types import Array, AxisNames, Bool, Float, PyTree, State
 from ..comm.over import over
 from ..reducers.reducer import Reducer, check_reducer
 from ..state.marks import PerWorker, bind, is_mark
-from ..transforms.local_gradients import with_extra_args
+from ..transforms.extra_args import with_extra_args
 from ..transforms.local_value_and_grad import to_varying
 from .layer_passes import Gradient, Layered, LoopPasses, Mean, SequencePasses, WaveModel, add, floating, identity
 from .pipeline_stages import value_and_grad_in_stages

@@ -43,7 +43,8 @@ from ..topology.graphs import complete, ring
 from ..topology.varying import shift_one
 from ..transforms.all_reduce import all_reduce
 from ..transforms.common import LearningRate
-from ..transforms.local_gradients import check_leaves, check_local, check_shapes, reduce_weighted, with_extra_args
+from ..transforms.extra_args import with_extra_args
+from ..transforms.local_gradients import check_leaves, check_local, check_shapes, reduce_weighted
 from ..transforms.weights import weight_of_worker
 
 # The default of the public implementation.

@@ -9,7 +9,7 @@ from ..optimizers.frozen_adam import check_adam
 from ..reducers.reducer import Reducer
 from ..transforms.all_reduce import all_reduce
 from ..transforms.common import LearningRate, zeros_like
-from ..transforms.local_gradients import per_worker
+from ..transforms.per_worker import per_worker
 
 
 def compressed_adam(

@@ -33,7 +33,7 @@ from ..state.marks import (
     view_of,
 )
 from ..state.placement import Place, workers
-from ..transforms.local_gradients import explain_difference, explain_metric, explain_wrapped_communication
+from ..transforms.mistakes import explain_difference, explain_metric, explain_wrapped_communication
 from ..transforms.skip_nonfinite import keep_attributes, with_skip_checks
 
 # The calls between two comparisons of values, with `check="values"`.

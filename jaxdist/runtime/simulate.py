@@ -12,7 +12,7 @@ from .._core.compat import with_weak_types
 from .._core.trees import leaf_name
 from .._core.types import Array, AxisNames, PyTree, State
 from ..state.marks import WorkerView, axis_tuple, bind, expand_specs, run_in_view, split_axes, view_of
-from ..transforms.local_gradients import explain_difference, explain_metric, explain_wrapped_communication
+from ..transforms.mistakes import explain_difference, explain_metric, explain_wrapped_communication
 from ..transforms.skip_nonfinite import with_skip_checks
 from .distribute import check_batch_specs
 

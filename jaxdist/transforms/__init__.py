@@ -4,14 +4,14 @@ from .accumulate import AccumulateState as AccumulateState
 from .accumulate import accumulate as accumulate
 from .all_reduce import all_reduce as all_reduce
 from .averaged import averaged as averaged
-from .local_gradients import per_worker as per_worker
+from .dynamic_loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from .dynamic_loss_scale import loss_scale as loss_scale
 from .local_value_and_grad import find_unused_parameters as find_unused_parameters
 from .local_value_and_grad import local_value_and_grad as local_value_and_grad
 from .overwritten import agree_on_maximum as agree_on_maximum
+from .per_worker import per_worker as per_worker
 from .quantized_state import quantized_state as quantized_state
 from .skip_nonfinite import TooManySkipsError as TooManySkipsError
 from .skip_nonfinite import check_skips as check_skips
-from .skip_nonfinite import dynamic_loss_scale as dynamic_loss_scale
-from .skip_nonfinite import loss_scale as loss_scale
 from .skip_nonfinite import skip_nonfinite as skip_nonfinite
 from .stats import stats as stats

@@ -14,7 +14,8 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
 from ..state.marks import PerWorker, bind, is_mark, with_value
-from .local_gradients import check_leaves, check_local, with_extra_args
+from .extra_args import with_extra_args
+from .local_gradients import check_leaves, check_local
 from .skip_nonfinite import is_guarded
 from .weights import scale, weight_of_worker
 

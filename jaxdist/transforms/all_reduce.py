@@ -1,8 +1,6 @@
 """The transformation of an optax chain that averages gradients over workers."""
 
-import math
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -11,12 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from .._core.compat import shard_map, varying_axes
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Int, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.reducer import Extras, Law, Reducer, check_reducer, contraction_of
-from ..state.marks import PerWorker, axis_tuple, bind, expand_specs, is_spec, map_marked, name_leaf, with_value
+from ..state.marks import PerWorker, axis_tuple, bind, is_spec, name_leaf, with_value
 from .averaged import check_functions
 from .local_gradients import (
     check_leaves,
@@ -26,6 +23,7 @@ from .local_gradients import (
     refuse_model_axes,
     with_gradients,
 )
+from .on_shards import axis_names, init_on_shards, reduce_on_shards
 from .weights import weight_of_leaves, zero_unless
 
 
@@ -57,11 +55,6 @@ class LateState(NamedTuple):
 
 
 NormalizeBy = Literal["active", "workers"]
-
-FLATTENED = (
-    "all_reduce(specs=) needs a reducer with separate state for each leaf; put error feedback around bucketed, not "
-    "inside, and do not use hierarchical"
-)
 
 
 class _Config(NamedTuple):
@@ -174,7 +167,7 @@ def _check_specs(specs: PyTree | None, axis: AxisNames) -> None:
             advice = "its spec, sharding.spec" if hasattr(spec, "spec") else "a PartitionSpec"
             raise ValueError(f"all_reduce(specs=) has {spec!r} for {leaf}: pass {advice}")
         reduced = set(axis_tuple(axis))
-        if shared := [name for name in _names(spec) if name in reduced]:
+        if shared := [name for name in axis_names(spec) if name in reduced]:
             parts = [part if isinstance(part, tuple) else (part,) for part in spec]
             others = [tuple(name for name in part if name not in reduced) for part in parts]
             rest = PartitionSpec(*((part[0] if len(part) == 1 else part or None) for part in others))
@@ -203,7 +196,7 @@ def _init(cfg: _Config, params: PyTree) -> State:
     reducer, specs = cfg.reducer, cfg.specs
     params = with_gradients(params)
     check_leaves(params)
-    state = reducer.init(params) if specs is None else _init_on_shards(reducer, params, specs)
+    state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs)
     return AllReduceState(bind(state, cfg.axis), jnp.zeros((), jnp.int32))
 
 
@@ -234,7 +227,7 @@ def _update(
 
     def reduce(updates, reducer_state):
         if specs is not None:
-            return _reduce_on_shards(reducer, updates, reducer_state, specs, axis, extras)
+            return reduce_on_shards(reducer, updates, reducer_state, specs, axis, extras)
         if reducer.law != Law.MEAN:
             advice = "pass all_reduce(..., specs=) with the PartitionSpec of each parameter, or use exact()"
             refuse_model_axes("this reducer", advice)
@@ -293,149 +286,3 @@ def _update_late(
     return mean, LateState(
         inner, with_value(state.gradient, gradient), with_value(state.examples, numbers), jnp.array(True)
     )
-
-
-def _init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
-    """Returns the reducer's state for one shard of each leaf, one for each kind of leaves if there are several."""
-    kinds = _kinds(specs)
-    # A placeholder for the parameters, from optax.tree.map_params.
-    if jax.tree.leaves(params):
-        specs = expand_specs(specs, params)
-        states = {kind: _init_kind(reducer, *_select(kind, specs, params, specs)) for kind in kinds}
-    else:
-        states = {kind: reducer.init(params) for kind in kinds}
-    return states if len(kinds) > 1 else states[kinds[0]]
-
-
-def _init_kind(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
-    """Returns the reducer's state for leaves of one kind; state that differs between shards is `PerWorker`."""
-    sizes = _mesh_sizes(specs)
-    local = jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(_shard_shape(leaf.shape, spec, sizes), leaf.dtype), params, specs
-    )
-
-    def mark(leaf, spec):
-        return leaf if not _names(spec) else PerWorker(leaf, axis=_names(spec), resize="copy")
-
-    def mark_node(node, spec):
-        return with_value(node, mark(node.value, spec)) if isinstance(node, PerWorker) else mark(node, spec)
-
-    try:
-        return optax.tree.map_params(reducer.init, mark_node, reducer.init(local), specs, is_leaf=None)
-    except ValueError as error:
-        raise ValueError(FLATTENED) from error
-
-
-def _reduce_on_shards(
-    reducer: Reducer, updates: Updates, state: State, specs: PyTree, axis: AxisNames, extras: Extras
-) -> tuple[Updates, State]:
-    """Runs `reducer.reduce` on each shard, separately for each kind of leaves; returns the mean and the new state."""
-    kinds = _kinds(specs)
-    specs = expand_specs(specs, updates)
-    names = {name for spec in jax.tree.leaves(specs) for name in _names(spec)}
-    if len(kinds) == 1:
-        return _reduce_kind(reducer, updates, state, specs, names, axis, extras)
-    reduced = {}
-    for kind in kinds:
-        own, own_specs = _select(kind, specs, updates, specs)
-        reduced[kind] = _reduce_kind(reducer, own, state[kind], own_specs, names, axis, extras)
-    means = [mean for mean, _ in reduced.values()]
-    mean = jax.tree.map(lambda spec, *parts: parts[kinds.index(_kind(spec))], specs, *means)
-    return mean, {kind: new for kind, (_, new) in reduced.items()}
-
-
-def _kind(spec: PartitionSpec) -> str:
-    return "+".join(_names(spec)) or "replicated"
-
-
-def _kinds(specs: PyTree) -> list[str]:
-    """The axes that shard leaves; joined in one buffer, replicated leaves would be typed as differing along them."""
-    return sorted({_kind(spec) for spec in jax.tree.leaves(specs)})
-
-
-def _select(kind: str, specs: PyTree, *trees: PyTree) -> list[PyTree]:
-    """The trees with the leaves of one kind, and `None` in place of the others."""
-    return [jax.tree.map(lambda spec, leaf: leaf if _kind(spec) == kind else None, specs, tree) for tree in trees]
-
-
-def _reduce_kind(
-    reducer: Reducer,
-    updates: Updates,
-    state: State,
-    specs: PyTree,
-    names: set[str],
-    axis: AxisNames,
-    extras: Extras,
-) -> tuple[Updates, State]:
-    # The leading dimension of a leaf counts shards where a mark says so.
-    state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in _shard_marks(names, marks))), state)
-
-    def reduce_shard(updates, state):
-        squeezed = map_marked(lambda marks, leaf: leaf[0] if _shard_marks(names, marks) else leaf, state)
-        plain = _strip_marks(squeezed, names)
-        reduced, plain = reducer.reduce(updates, plain, over(axis), extras)
-        new = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
-        return reduced.mean, map_marked(partial(_unsqueeze, names), new)
-
-    mapped = shard_map(
-        reduce_shard,
-        mesh=None,
-        in_specs=(specs, state_specs),
-        out_specs=(specs, state_specs),
-        axis_names=names,
-        check_vma=True,
-    )
-    return mapped(updates, state)
-
-
-def _shard_marks(names: set[str], marks: Sequence[Any]) -> list[PerWorker]:
-    return [mark for mark in marks if isinstance(mark, PerWorker) and set(axis_tuple(mark.axis)) & names]
-
-
-def _unsqueeze(names: set[str], marks: Sequence[Any], leaf: Array) -> Array:
-    if _shard_marks(names, marks):
-        return leaf[None]
-    if varying_axes(leaf) & names:
-        raise ValueError(FLATTENED)
-    return leaf
-
-
-def _strip_marks(state: State, names: set[str]) -> State:
-    """Removes the marks over the shards' axes, so that the reducer sees the state that it made."""
-
-    def strip_node(node):
-        if not isinstance(node, PerWorker):
-            return node
-        if set(axis_tuple(node.axis)) & names:
-            return node.value
-        return with_value(node, _strip_marks(node.value, names))
-
-    return jax.tree.map(strip_node, state, is_leaf=lambda x: isinstance(x, PerWorker))
-
-
-def _names(spec: PartitionSpec) -> tuple[str, ...]:
-    return tuple(name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part))
-
-
-def _mesh_sizes(specs: PyTree) -> dict[str, int]:
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    missing = sorted({name for spec in jax.tree.leaves(specs) for name in _names(spec)} - set(sizes))
-    if missing:
-        raise ValueError(
-            f"specs name the mesh axes {missing}, which are unknown here; make the state with "
-            "init_state(make_state, mesh), or call init under jax.set_mesh(mesh)"
-        )
-    return sizes
-
-
-def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> tuple[int, ...]:
-    out = list(shape)
-    for dimension, part in enumerate(spec):
-        parts = math.prod(sizes[name] for name in _names(PartitionSpec(part)))
-        if out[dimension] % parts:
-            raise ValueError(
-                f"dimension {dimension} of shape {shape} does not divide into {parts} shards ({spec}): pad the "
-                "parameter, or leave this dimension out of its spec"
-            )
-        out[dimension] //= parts
-    return tuple(out)

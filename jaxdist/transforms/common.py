@@ -11,7 +11,8 @@ from .._core.dtypes import wider_dtype, working_dtype
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..state.marks import name_leaf
 from .averaged import refuse_communication
-from .local_gradients import check_searches, filter_extras, varies_nowhere
+from .extra_args import check_searches, filter_extras
+from .local_gradients import varies_nowhere
 from .weights import keep_unused, zero_unless
 
 LearningRate = optax.ScalarOrSchedule | int

@@ -15,7 +15,7 @@ from .._core.types import Array, Int, Key, PyTree, Shape, State, Updates
 from ..compressors.compressor import Compressor
 from ..compressors.dynamic_fp8 import dynamic_fp8
 from ..state.marks import Inseparable, is_mark
-from .local_gradients import with_extra_args
+from .extra_args import with_extra_args
 
 # Arrays with fewer entries are not encoded: they need little memory, and norms and biases are sensitive.
 SMALLEST = 4096

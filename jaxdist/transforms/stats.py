@@ -14,8 +14,9 @@ from ..reducers.error_feedback import ErrorFeedbackState
 from ..reducers.with_stats import TrackedState
 from ..state.marks import OnHost, PerWorker, cutting, map_marked
 from .all_reduce import AllReduceState
-from .local_gradients import communicates
-from .skip_nonfinite import SkipNonfiniteState, named_loss_scales
+from .dynamic_loss_scale import named_loss_scales
+from .mistakes import communicates
+from .skip_nonfinite import SkipNonfiniteState
 
 
 def stats(opt_state: State) -> dict[str, Array]:

@@ -8,7 +8,8 @@ import jax
 from .._core.types import AxisNames, PyTree, Updates
 from ..comm.base import Comm
 from ..state.marks import OnHost, PerWorker, Sharded, is_mark
-from ..transforms.local_gradients import refuse_examples, varies_somewhere
+from ..transforms.extra_args import refuse_examples
+from ..transforms.local_gradients import varies_somewhere
 from ..transforms.quantized_state import is_coded
 from ..wire.flat import MULTIPLE, length
 

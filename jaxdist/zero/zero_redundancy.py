@@ -21,13 +21,8 @@ from ..reducers.reducer import Extras, Reducer, shards_of
 from ..reducers.trees import is_map_params_placeholder
 from ..state.marks import NO_PARAMETER, Sharded, beside, bind, is_mark, with_value
 from ..transforms.averaged import average_arguments
-from ..transforms.local_gradients import (
-    check_leaves,
-    check_local,
-    check_shapes,
-    refuse_model_axes,
-    with_extra_args,
-)
+from ..transforms.extra_args import with_extra_args
+from ..transforms.local_gradients import check_leaves, check_local, check_shapes, refuse_model_axes
 from ..transforms.weights import scale, weight_of, weight_of_leaves, zero_unless
 from ..wire.flat import MULTIPLE, piece
 from .checks import check_inner, check_means, check_replicated, check_sharding

@@ -13,7 +13,7 @@ from ..._core.types import Array, AxisNames, PyTree, State
 from ...reducers.exact import exact
 from ...reducers.reducer import Reducer
 from ...state.marks import axis_tuple
-from ...transforms.local_gradients import with_extra_args
+from ...transforms.extra_args import with_extra_args
 from ..nvme.disk import Access, Disk
 from ..nvme.files import Store, StreamedStats, check_store, folder_of_process
 from ..nvme.model import Model, describe

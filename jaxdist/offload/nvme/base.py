@@ -11,7 +11,7 @@ import optax
 
 from ..._core.types import PyTree, State
 from ...state.marks import is_mark
-from ...transforms.local_gradients import with_extra_args
+from ...transforms.extra_args import with_extra_args
 from . import arrays
 from .chunks import Runner
 from .disk import Disk
