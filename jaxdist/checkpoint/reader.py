@@ -12,7 +12,8 @@ from .._core.types import State
 from . import _files, _manifest
 from ._filling import fill, read_to_host
 from ._manifest import Manifest
-from .errors import CheckpointDamagedError, CheckpointUnreadableError, NoCheckpointLeftError, Together, number_of
+from ._together import Together
+from .errors import CheckpointDamagedError, CheckpointUnreadableError, NoCheckpointLeftError, number_of
 
 # How often a reader starts over after a writer has deleted the checkpoint that it was reading.
 _TRIES = 10

@@ -18,7 +18,8 @@ from .._core.types import Array, State
 from ..state.marks import check_usable
 from . import _files, _manifest
 from ._manifest import orbax, path_of
-from .errors import FULL, LONGEST_PAUSE, SETTLE_SECONDS, CheckpointFullError, Together, number_of
+from ._together import LONGEST_PAUSE, SETTLE_SECONDS, Together
+from .errors import FULL, CheckpointFullError, number_of
 
 VISIBLE_SECONDS = 60.0  # NFS may show a new folder that much later
 

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float
 
 from ..._core.types import Metrics, PRNGKeyArray, PyTree
-from ...runtime.uneven_data import dirichlet_split
+from ...runtime.dirichlet_split import dirichlet_split
 from .base import PLAIN, LayerRunner, Workload
 
 HELD_OUT_IMAGES = 360
