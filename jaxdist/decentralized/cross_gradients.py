@@ -7,7 +7,7 @@ from .._core.types import AxisNames, PyTree, Updates
 from ..comm.base import Comm
 from ..topology.base import Permutation, Topology
 from ..transforms.local_value_and_grad import local_value_and_grad, to_varying
-from ..wire.flat import permute
+from ..wire.buffers import permute
 from .method import workers_of
 from .sharpness_aware import sharpness_aware
 

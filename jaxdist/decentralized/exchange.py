@@ -12,8 +12,9 @@ from .._core.types import Array, Payload, PyTree
 from ..compressors.compressor import Compressor
 from ..topology.base import Topology
 from ..transforms.common import zeros_like
-from ..wire.flat import fuse_bytes, map_groups, stack_by_shape, unstack
+from ..wire.buffers import fuse_bytes, stack_by_shape, unstack
 from ..wire.mixing import times, weight_of
+from ..wire.shards import map_groups
 from .method import StepContext
 
 

@@ -11,8 +11,8 @@ from ..comm.base import Comm
 from ..comm.over import over
 from ..topology.base import Topology
 from ..topology.spectrum import is_doubly_stochastic, is_symmetric, separate_workers
-from ..wire.flat import map_groups
 from ..wire.mixing import change_at
+from ..wire.shards import map_groups
 
 
 class StepContext(NamedTuple):

@@ -12,7 +12,8 @@ from .._core.trees import plus
 from .._core.types import Array, Float, PyTree, Updates
 from ..topology.base import Topology, color_edges, matrix
 from ..topology.spectrum import reachable
-from ..wire.flat import map_groups, permute
+from ..wire.buffers import permute
+from ..wire.shards import map_groups
 from .method import Method, StepContext, StepResult, check_static
 from .sgp import scale_models
 

@@ -7,7 +7,7 @@ import jax
 from .._core.descriptions import with_description
 from .._core.trees import plus
 from ..compressors.compressor import Compressor
-from ..wire.flat import unstack
+from ..wire.buffers import unstack
 from .exchange import compress_leaves, decode_leaves
 from .method import Method, StepContext, StepResult, check_doubly_stochastic, mix
 

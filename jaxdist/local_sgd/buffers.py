@@ -13,7 +13,7 @@ from .._core.types import Array, Flag, PyTree, State
 from ..comm.base import Comm
 from ..state.marks import NO_PARAMETER, beside, is_mark
 from ..transforms.quantized_state import is_coded
-from ..wire.flat import gather_marked, split_marked
+from ..wire.shards import gather_marked, split_marked
 from .rounds import cond_or_static, exact_mean
 
 Buffers = Literal["maintain", "reset", "average"]

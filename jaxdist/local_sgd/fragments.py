@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._core.checks import check_count
 from .._core.types import Array, Bool, Int, PyTree
-from ..wire.flat import whole_likes
+from ..wire.shards import whole_likes
 
 # `H`, or a schedule from the step to `H`.
 SyncPeriod = int | Callable[[Int[Array, ""]], Int[Array, ""] | int]

@@ -18,7 +18,8 @@ from ..transforms.common import inner_step
 from ..transforms.extra_args import with_extra_args
 from ..transforms.local_gradients import check_leaves, check_shards
 from ..transforms.weights import as_flag
-from ..wire.flat import map_groups, permute
+from ..wire.buffers import permute
+from ..wire.shards import map_groups
 from .fragments import SyncPeriod, check_period, period_at
 from .rounds import end_round, parse_sync_override, round_like
 from .state import check_step, copy_wide

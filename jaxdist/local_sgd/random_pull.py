@@ -13,7 +13,7 @@ from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Int, Key, State, Updates
 from ..comm.over import over
 from ..transforms.extra_args import with_extra_args
-from ..wire.flat import step_key
+from ..wire.codec import step_key
 from .buffers import find_buffers
 
 

@@ -17,7 +17,7 @@ from ..reducers.exact import exact
 from ..reducers.reducer import Extras, Law, Reducer
 from ..transforms.local_gradients import reduce_weighted
 from ..transforms.weights import keep_unused, zero_unless
-from ..wire.flat import map_groups
+from ..wire.shards import map_groups
 from .shards import has_shards, reduce_groups
 
 # `weigh_drift(anchor, anchor - params)`: the contribution of a worker to the mean drift.

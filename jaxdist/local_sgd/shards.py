@@ -12,7 +12,7 @@ from .._core.types import PyTree, State, Updates
 from ..comm.base import Comm
 from ..reducers.reducer import Extras, Reducer
 from ..state.marks import Sharded, flatten_marks, is_mark, with_value
-from ..wire.flat import group_by_sharding, map_groups, select_leaves, whole_likes
+from ..wire.shards import group_by_sharding, map_groups, select_leaves, whole_likes
 
 
 class _Entries(NamedTuple):

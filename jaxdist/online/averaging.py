@@ -16,7 +16,7 @@ from ..topology.spectrum import is_doubly_stochastic
 from ..transforms.common import LearningRate, check_per_worker
 from ..transforms.local_gradients import check_leaves, check_local
 from ..transforms.weights import weight_of_worker
-from ..wire.flat import fuse
+from ..wire.buffers import fuse
 from ..wire.mixing import change_at
 from .geometry import Geometry
 

@@ -22,7 +22,7 @@ from ..reducers.reducer import Messages
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, descend, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, local_gradients
-from ..wire.flat import group_alike
+from ..wire.buffers import group_alike
 
 
 class DemoState(NamedTuple):

@@ -20,7 +20,7 @@ from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, descend, rate_at
 from ..transforms.extra_args import with_extra_args
 from ..transforms.local_gradients import check_leaves, local_gradients
-from ..wire.flat import group_alike
+from ..wire.buffers import group_alike
 from ..wire.low_rank import STACKED_SIZE, orthonormal, outer
 
 # Keeps columns of length zero finite.

@@ -23,7 +23,7 @@ from ..state.marks import PerWorker, Sharded, bind, map_marked, with_value
 from ..transforms.common import LearningRate, moving_average, zeros_like
 from ..transforms.local_gradients import check_leaves
 from ..transforms.weights import weight_of_worker, zero_unless
-from ..wire.flat import vectors
+from ..wire.buffers import vectors
 from .frozen_adam import check_adam, divide, mask_unseen, multiply, preconditioner, start_step
 
 # The interval between refreshes doubles without a practical limit.

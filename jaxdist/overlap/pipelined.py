@@ -10,6 +10,7 @@ import optax
 
 from .._core.checks import check_count
 from .._core.jaxprs import propagate
+from .._core.order import after
 from .._core.trees import fold_keys, tree_where
 from .._core.types import Array, AxisNames, Bool, PyTree, State
 from ..comm.over import over
@@ -21,7 +22,7 @@ from ..transforms.extra_args import with_extra_args
 from ..transforms.local_gradients import check_leaves, check_local, refuse_model_axes
 from ..transforms.local_value_and_grad import local_value_and_grad
 from ..transforms.mistakes import communicates
-from ..wire.flat import after, fuse
+from ..wire.buffers import fuse
 
 
 class PipelinedState(NamedTuple):

@@ -4,7 +4,7 @@ A `seed` is that of the key of all draws, which differ between steps, leaves and
 """
 
 from .._core.dtypes import widen_like as widen_like
-from ..wire.flat import step_key as step_key
+from ..wire.codec import step_key as step_key
 from .accordion import accordion as accordion
 from .accordion_batch import accordion_batch as accordion_batch
 from .alq import alq as alq

@@ -15,7 +15,7 @@ from ..comm.base import Comm
 from ..compressors.compressor import Compressor
 from ..compressors.rounding import check_buckets, powers_below
 from ..compressors.scaled import scaled
-from ..wire.flat import concatenate, from_vectors
+from ..wire.buffers import concatenate, from_vectors
 from .compressed import compressed
 from .messages import as_generator, from_generator
 from .reducer import DrawState, Extras, Forms, Protocol, Reduced, Reducer, init_draws

@@ -10,7 +10,7 @@ from .._core.descriptions import with_description
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..schedule.buckets import assign_buckets, forward_positions
-from ..wire.flat import concatenate, from_vectors, vector_likes
+from ..wire.buffers import concatenate, from_vectors, vector_likes
 from .messages import for_real_numbers
 from .parts import check_parts, init_parts, reduce_parts, select_part
 from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, forward_forms, weakest

@@ -17,7 +17,8 @@ from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
 from ..compressors.codecs import decode_all, encode_all
 from ..compressors.compressor import Codec, Compressor, check_compressor
-from ..wire.flat import decode_mean, group_by_shape, map_stack, stack_by_shape, step_key, unstack
+from ..wire.buffers import group_by_shape, map_stack, stack_by_shape, unstack
+from ..wire.codec import decode_mean, step_key
 from .messages import from_generator
 from .reducer import DrawState, Extras, Messages, Protocol, Reduced, Reducer, forms_of, init_draws
 from .trees import tree_norm

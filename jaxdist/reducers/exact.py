@@ -7,7 +7,7 @@ import jax
 from .._core.descriptions import with_description
 from .._core.types import State, Updates
 from ..comm.base import Comm
-from ..wire.flat import rows
+from ..wire.buffers import rows
 from .messages import from_generator
 from .reducer import Extras, Forms, Law, Messages, Protocol, Reduced, Reducer
 

@@ -13,7 +13,8 @@ from .._core.trees import fold_keys, is_key
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm, Sent, SentForOwn
 from ..state.marks import INNER, OUTER, PerWorker, Sharded, axis_tuple, flatten_marks, is_mark
-from ..wire.flat import MULTIPLE, clear_padding, from_vectors, vector_likes, vectors
+from ..wire.buffers import MULTIPLE, from_vectors, vector_likes, vectors
+from ..wire.shards import clear_padding
 from .messages import as_generator, for_real_numbers, run
 from .reducer import (
     MIXED_WEIGHTS,

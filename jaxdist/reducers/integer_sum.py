@@ -10,7 +10,8 @@ from .._core.trees import next_count
 from .._core.types import Array, Float, Updates
 from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
-from ..wire.flat import stack_by_shape, step_key, unstack
+from ..wire.buffers import stack_by_shape, unstack
+from ..wire.codec import step_key
 from .integers import check_integer_bits, levels_of_sum, sum_of_integers
 from .messages import from_generator
 from .reducer import DrawState, Extras, Messages, Protocol, Reduced, Reducer, init_draws

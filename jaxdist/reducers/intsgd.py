@@ -13,7 +13,8 @@ from .._core.descriptions import with_description
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Like, PyTree, Updates
 from ..comm.base import Comm
-from ..wire.flat import fuse, stack_by_shape, step_key, unstack
+from ..wire.buffers import fuse, stack_by_shape, unstack
+from ..wire.codec import step_key
 from .integers import check_integer_bits, levels_of_sum, square_in_range, sum_of_integers
 from .messages import for_real_numbers, run
 from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, init_draws

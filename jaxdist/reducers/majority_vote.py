@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from .._core.descriptions import with_description
 from ..compressors.packing import pack, unpack
-from ..wire.flat import concatenate, from_vectors, rows
+from ..wire.buffers import concatenate, from_vectors, rows
 from .messages import from_generator
 from .reducer import NO_MAGNITUDES, Forms, Law, Messages, Reduced, Reducer
 

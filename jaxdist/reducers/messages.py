@@ -9,7 +9,7 @@ from .._core.dtypes import explain_dtype
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..state.marks import name_leaf
-from ..wire.flat import fuse, fuse_bytes
+from ..wire.buffers import fuse, fuse_bytes
 from .reducer import NO_EXTRAS, Extras, Forms, Law, Messages, Protocol, Reducer
 
 

@@ -13,7 +13,7 @@ from .._core.descriptions import with_description
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..schedule.buckets import layer_numbers
-from ..wire.flat import MULTIPLE, concatenate, from_vectors, group_alike
+from ..wire.buffers import MULTIPLE, concatenate, from_vectors, group_alike
 from .messages import for_real_numbers
 from .parts import check_parts, init_parts, reduce_parts
 from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, forward_forms, weakest

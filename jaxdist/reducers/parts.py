@@ -5,10 +5,10 @@ from typing import Any
 
 from jax import lax
 
+from .._core.order import after
 from .._core.trees import fold_keys
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
-from ..wire.flat import after
 from .messages import as_generator, run
 from .reducer import Extras, Reduced, Reducer, check_reducer
 

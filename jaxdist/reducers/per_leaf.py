@@ -11,7 +11,7 @@ from .._core.descriptions import with_description
 from .._core.trees import fold_keys
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
-from ..wire.flat import length
+from ..wire.buffers import length
 from .messages import as_generator, from_generator, interleave
 from .reducer import Extras, Forms, Law, Protocol, Reduced, Reducer, forward_forms, weakest
 from .trees import list_named_leaves

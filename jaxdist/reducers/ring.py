@@ -12,7 +12,9 @@ from .._core.trees import next_count
 from .._core.types import Array, Payload, Updates
 from ..comm.base import Comm
 from ..compressors.compressor import Compressor, check_compressor
-from ..wire.flat import clear_padding, from_vectors, fuse_bytes, step_key, vectors
+from ..wire.buffers import from_vectors, fuse_bytes, vectors
+from ..wire.codec import step_key
+from ..wire.shards import clear_padding
 from .messages import for_real_numbers
 from .reducer import NO_EXTRAS, NO_MAGNITUDES, DrawState, Extras, Forms, Reduced, Reducer, Result, init_draws
 from .trees import cast_like

@@ -15,19 +15,9 @@ from ..comm.base import Comm
 from ..compressors.compressor import Compressor, check_compressor
 from ..compressors.scaled import contraction_form
 from ..state.marks import Sharded, with_value
-from ..wire.flat import (
-    MULTIPLE,
-    clear_padding,
-    concat_rows,
-    decode_mean,
-    from_vectors,
-    group_alike,
-    split_leaves,
-    step_key,
-    unshard,
-    vector_likes,
-    vectors,
-)
+from ..wire.buffers import MULTIPLE, from_vectors, group_alike, vector_likes, vectors
+from ..wire.codec import decode_mean, step_key
+from ..wire.shards import clear_padding, concat_rows, split_leaves, unshard
 from .messages import from_generator
 from .reducer import (
     NO_MAGNITUDES,

@@ -20,7 +20,7 @@ from ..reducers.reducer import NO_EXTRAS, Extras, Law, Reducer, contraction_of, 
 from ..runtime.simulate import simulate
 from ..state.marks import PerWorker, Sharded, is_mark, name_leaf
 from ..state.placement import init_state
-from ..wire.flat import length
+from ..wire.buffers import length
 from .compressor_laws import ENTRIES, NOT_FINITE
 
 LIKE = {

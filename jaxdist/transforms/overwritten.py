@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from .._core.trees import OVERWRITTEN, is_overwritten
 from .._core.types import Array, AxisNames, PyTree, Updates
 from ..comm.over import over
-from ..wire.flat import fuse
+from ..wire.buffers import fuse
 
 
 def agree_on_maximum(

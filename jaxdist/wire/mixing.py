@@ -11,7 +11,7 @@ from .._core.dtypes import widen, working_dtype
 from .._core.types import Array, Int, PyTree
 from ..comm.base import Comm
 from ..topology.base import Round, Topology
-from .flat import fuse
+from .buffers import fuse
 
 
 def change_at(

@@ -11,7 +11,7 @@ from ..state.marks import OnHost, PerWorker, Sharded, is_mark
 from ..transforms.extra_args import refuse_examples
 from ..transforms.local_gradients import varies_somewhere
 from ..transforms.quantized_state import is_coded
-from ..wire.flat import MULTIPLE, length
+from ..wire.buffers import MULTIPLE, length
 
 
 def check_inner(state: PyTree) -> None:

@@ -17,7 +17,8 @@ from ..compressors.compressor import Compressor
 from ..reducers.exact import exact
 from ..reducers.reducer import Reducer, shards_of
 from ..state.marks import Sharded, axis_tuple, is_mark
-from ..wire.flat import MULTIPLE, unshard
+from ..wire.buffers import MULTIPLE
+from ..wire.shards import unshard
 from .checks import check_sharding
 from .shards import decode, encode, gather_payloads
 

@@ -12,7 +12,7 @@ from .._core.types import Array, AxisNames, Float, PyTree
 from ..comm.over import over
 from ..state.marks import Sharded, axis_tuple, is_mark
 from ..transforms.averaged import has_types
-from ..wire.flat import clear_padding
+from ..wire.shards import clear_padding
 
 
 def global_norm(tree: PyTree, *, axis: AxisNames = "data") -> Float[Array, ""]:

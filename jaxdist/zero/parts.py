@@ -30,7 +30,8 @@ from .._core.xla_quirks import largest_entry, smallest_entry
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import is_mark
-from ..wire.flat import MULTIPLE, clear_padding, piece, unshard
+from ..wire.buffers import MULTIPLE
+from ..wire.shards import clear_padding, piece, unshard
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("value", "full"), meta_fields=("shape",))

@@ -19,7 +19,8 @@ from ..reducers.reducer import Extras, Reducer
 from ..schedule.buckets import assign_buckets, forward_positions
 from ..state.marks import Sharded, axis_tuple, is_mark, with_value
 from ..transforms.quantized_state import Coded, CompactState, is_coded, worth_coding
-from ..wire.flat import MULTIPLE, clear_padding, fuse, fuse_bytes, group_alike, rows, stack_by_shape, unshard
+from ..wire.buffers import MULTIPLE, fuse, fuse_bytes, group_alike, rows, stack_by_shape
+from ..wire.shards import clear_padding, unshard
 
 # DDP's default. The gradients of a bucket can be freed as soon as it has been sent.
 BUCKET_BYTES = 25 * 2**20

@@ -13,7 +13,9 @@ from .._core.types import Array, Flag, Int, Key, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.compressor import Compressor
 from ..state.marks import Sharded, is_mark, with_value
-from ..wire.flat import MULTIPLE, piece, step_key, unshard
+from ..wire.buffers import MULTIPLE
+from ..wire.codec import step_key
+from ..wire.shards import piece, unshard
 from .parts import Part, is_part, local_shard
 from .shards import decode, encode, gather, gather_payloads
 

@@ -24,7 +24,8 @@ from ..transforms.averaged import average_arguments
 from ..transforms.extra_args import with_extra_args
 from ..transforms.local_gradients import check_leaves, check_local, check_shapes, refuse_model_axes
 from ..transforms.weights import scale, weight_of, weight_of_leaves, zero_unless
-from ..wire.flat import MULTIPLE, piece
+from ..wire.buffers import MULTIPLE
+from ..wire.shards import piece
 from .checks import check_inner, check_means, check_replicated, check_sharding
 from .parts import Part, as_parts, is_part, local_shard, on_parts
 from .shards import (

@@ -14,8 +14,8 @@ from problems import assert_close
 import jaxdist as jd
 from jaxdist import schedule
 from jaxdist._cli.models import gpt
+from jaxdist._core.order import after
 from jaxdist.analysis import hlo_reader
-from jaxdist.wire.flat import after
 
 # Not the order of the alphabet; all sizes differ.
 LAYERS = ("embedding", "block", "head")

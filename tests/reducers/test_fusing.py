@@ -7,7 +7,8 @@ import pytest
 from register_run import State
 
 import jaxdist as jd
-from jaxdist.wire.flat import concatenate, decode_mean, from_byte_planes, fuse, fuse_bytes, to_byte_planes
+from jaxdist.wire.buffers import concatenate, from_byte_planes, fuse, fuse_bytes, to_byte_planes
+from jaxdist.wire.codec import decode_mean
 
 KINDS = [(3,), (), (4, 5), (2, 3, 2), (7,), (1,), (5, 4), (0, 4), (6, 6), (12,)]
 LIKE = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 10 * KINDS]

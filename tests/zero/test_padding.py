@@ -11,7 +11,8 @@ import jaxdist as jd
 from jaxdist import compressors as jc
 from jaxdist.comm import over
 from jaxdist.reducers.reducer import shards_of
-from jaxdist.wire.flat import clear_padding, rows
+from jaxdist.wire.buffers import rows
+from jaxdist.wire.shards import clear_padding
 
 INT8 = jc.int8()
 

@@ -11,7 +11,7 @@ from problems import TrainState, assert_close
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.wire.flat import piece
+from jaxdist.wire.shards import piece
 from jaxdist.zero import shards
 from jaxdist.zero.parts import Part, all_gather_shards, on_parts
 
