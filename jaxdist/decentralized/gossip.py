@@ -108,11 +108,11 @@ def gossip(
     chosen = d_psgd() if method is None else method
     if not isinstance(chosen, Method):
         raise TypeError(f"expected a method of gossip, such as d_psgd(), got {chosen!r}")
-    cfg = _Config(with_extra_args(inner), topology, chosen.prepare(topology), chosen, seed, axis, carriers)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    tx = _Gossip(with_extra_args(inner), topology, chosen.prepare(topology), chosen, seed, axis, carriers)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-class _Config(NamedTuple):
+class _Gossip(NamedTuple):
     """The checked arguments of `gossip`; `graph` is the topology as the method prepared it."""
 
     inner: optax.GradientTransformationExtraArgs
@@ -128,122 +128,120 @@ class _Config(NamedTuple):
         carriers = "" if self.carriers is None else f", carriers={self.carriers!r}"
         return f"gossip({self.topology!r}, method={self.method!r}, axis={self.axis!r}{carriers})"
 
+    def init(self, params: PyTree) -> State:
+        check_leaves(params, sharded=True)
+        check_shards(params, self.axis)
+        # Copies, since parameters and optimizer state may both be donated.
+        method_state = jax.tree.map(jnp.array, self.method.init(wide(params), self.graph))
+        self._check_sharded(params, method_state)
+        return GossipState(
+            count=jnp.zeros((), jnp.int32),
+            key=jax.random.key(self.seed),
+            sent=jnp.zeros(2, jnp.uint32),
+            inner=bind(PerWorker(self.inner.init(params)), self.axis),
+            method=bind(PerWorker(method_state), self.axis),
+        )
 
-def _init(cfg: _Config, params: PyTree) -> State:
-    check_leaves(params, sharded=True)
-    check_shards(params, cfg.axis)
-    # Copies, since parameters and optimizer state may both be donated.
-    method_state = jax.tree.map(jnp.array, cfg.method.init(wide(params), cfg.graph))
-    _check_sharded(cfg, params, method_state)
-    return GossipState(
-        count=jnp.zeros((), jnp.int32),
-        key=jax.random.key(cfg.seed),
-        sent=jnp.zeros(2, jnp.uint32),
-        inner=bind(PerWorker(cfg.inner.init(params)), cfg.axis),
-        method=bind(PerWorker(method_state), cfg.axis),
-    )
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        learning_rate: Any = None,
+        examples: Any = None,
+        active: Any = None,
+        round: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, State]:
+        self._check_update(updates, params, examples)
+        if active is not None:
+            # A worker without examples may have a NaN gradient.
+            active = as_flag(active)
+            check_shared("active", active, params)
+            updates = zero_unless(active, updates)
+        if self.method.flattens:
+            refuse_model_axes("this method", "use d_psgd, gradient_tracking or another method that sends whole models")
+        if self.carriers is not None:
+            refuse_model_axes("carriers=", "leave carriers= out")
+        workers = workers_of(self.topology, self.axis)
+        ledger: list[comms.Sent] = []
+        comm = comms.count_sent(
+            workers if self.carriers is None else _split_messages(workers, over(self.carriers)), ledger
+        )
+        extras = {"step": state.count, **extra_args}
+        if learning_rate is not None:
+            extras["learning_rate"] = learning_rate
 
+        def adapt(direction: Updates) -> tuple[Updates, State]:
+            return inner_step(self.inner, direction, state.inner.value, params, axis=self.axis, taken=active, **extras)
 
-def _update(
-    cfg: _Config,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    learning_rate: Any = None,
-    examples: Any = None,
-    active: Any = None,
-    round: Any = None,
-    **extra_args: Any,
-) -> tuple[Updates, State]:
-    _check_update(cfg, updates, params, examples)
-    if active is not None:
-        # A worker without examples may have a NaN gradient.
-        active = as_flag(active)
-        check_shared("active", active, params)
-        updates = zero_unless(active, updates)
-    if cfg.method.flattens:
-        refuse_model_axes("this method", "use d_psgd, gradient_tracking or another method that sends whole models")
-    if cfg.carriers is not None:
-        refuse_model_axes("carriers=", "leave carriers= out")
-    workers = workers_of(cfg.topology, cfg.axis)
-    ledger: list[comms.Sent] = []
-    comm = comms.count_sent(workers if cfg.carriers is None else _split_messages(workers, over(cfg.carriers)), ledger)
-    extras = {"step": state.count, **extra_args}
-    if learning_rate is not None:
-        extras["learning_rate"] = learning_rate
-
-    def adapt(direction: Updates) -> tuple[Updates, State]:
-        return inner_step(cfg.inner, direction, state.inner.value, params, axis=cfg.axis, taken=active, **extras)
-
-    with jax.named_scope("gossip"):
-        result = cfg.method.step(
-            StepContext(
-                gradients=updates,
-                params=params,
-                state=state.method.value,
-                adapt=adapt,
-                comm=comm,
-                topology=cfg.graph if round is None else _select_round(cfg.graph, round),
-                count=state.count,
-                key=jax.random.fold_in(state.key, state.count),
-                learning_rate=None if learning_rate is None else jnp.asarray(learning_rate),
-                active=active,
-                static_round=round is not None,
+        with jax.named_scope("gossip"):
+            result = self.method.step(
+                StepContext(
+                    gradients=updates,
+                    params=params,
+                    state=state.method.value,
+                    adapt=adapt,
+                    comm=comm,
+                    topology=self.graph if round is None else _select_round(self.graph, round),
+                    count=state.count,
+                    key=jax.random.fold_in(state.key, state.count),
+                    learning_rate=None if learning_rate is None else jnp.asarray(learning_rate),
+                    active=active,
+                    static_round=round is not None,
+                )
             )
+            # The method returns new parameters; a gradient transformation returns what to add to the old ones.
+            steps = jax.tree.map(
+                lambda new, p, u: (new - p.astype(new.dtype)).astype(wider_dtype(u.dtype, p.dtype)),
+                result.params,
+                params,
+                updates,
+            )
+        return steps, GossipState(
+            count=next_count(state.count),
+            key=state.key,
+            sent=add_bytes(state.sent, comms.total_bytes(ledger)),
+            inner=with_value(state.inner, comm.varying(result.inner)),
+            method=with_value(state.method, comm.varying(result.state)),
         )
-        # The method returns new parameters; a gradient transformation returns what to add to the old ones.
-        steps = jax.tree.map(
-            lambda new, p, u: (new - p.astype(new.dtype)).astype(wider_dtype(u.dtype, p.dtype)),
-            result.params,
-            params,
-            updates,
-        )
-    return steps, GossipState(
-        count=next_count(state.count),
-        key=state.key,
-        sent=add_bytes(state.sent, comms.total_bytes(ledger)),
-        inner=with_value(state.inner, comm.varying(result.inner)),
-        method=with_value(state.method, comm.varying(result.state)),
-    )
 
-
-def _check_update(cfg: _Config, updates: Updates, params: PyTree | None, examples: Any) -> None:
-    if params is None:
-        raise ValueError(NO_PARAMS)
-    if examples is not None:
-        raise ValueError(
-            "gossip does not support example weighting (examples=): unequal weights of neighbors would change the "
-            "global mean; pass active=examples > 0 for workers without any, or use local_steps"
-        )
-    check_leaves(updates, sharded=True)
-    check_local(updates, cfg.axis)
-    check_per_worker(params, cfg.axis)
-
-
-def _check_sharded(cfg: _Config, params: PyTree, method_state: State) -> None:
-    """Checks that workers may mix their shards of a model one by one."""
-    found = flatten_marks(params)
-    if not any(leaf.marks for leaf in found):
-        return
-    if cfg.carriers is not None:
-        raise ValueError(
-            f"carriers={cfg.carriers!r} divide messages that all of them have in full, and of Sharded parameters each "
-            "has its own shard, which is all that it sends: leave carriers= out"
-        )
-    if not cfg.method.entrywise:
-        raise ValueError(
-            "this method takes a norm of the whole model, and of Sharded parameters a worker has a shard: use another "
-            "one, such as quasi_global_momentum, or do not shard the parameters (stages 1 and 2)"
-        )
-    shapes = {leaf.value.shape for leaf in found}
-    for leaf in flatten_marks(method_state):
-        if leaf.marks and leaf.value.shape not in shapes:
+    def _check_update(self, updates: Updates, params: PyTree | None, examples: Any) -> None:
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        if examples is not None:
             raise ValueError(
-                f"this method keeps arrays of shape {leaf.value.shape} for Sharded parameters of shape "
-                f"{leaf.marks[-1].shape}, which cannot be split as these are: use another one, or dcd_psgd without "
-                "replicas="
+                "gossip does not support example weighting (examples=): unequal weights of neighbors would change the "
+                "global mean; pass active=examples > 0 for workers without any, or use local_steps"
             )
+        check_leaves(updates, sharded=True)
+        check_local(updates, self.axis)
+        check_per_worker(params, self.axis)
+
+    def _check_sharded(self, params: PyTree, method_state: State) -> None:
+        """Checks that workers may mix their shards of a model one by one."""
+        found = flatten_marks(params)
+        if not any(leaf.marks for leaf in found):
+            return
+        if self.carriers is not None:
+            raise ValueError(
+                f"carriers={self.carriers!r} divide messages that all of them have in full, and of Sharded parameters "
+                "each has its own shard, which is all that it sends: leave carriers= out"
+            )
+        if not self.method.entrywise:
+            raise ValueError(
+                "this method takes a norm of the whole model, and of Sharded parameters a worker has a shard: use "
+                "another one, such as quasi_global_momentum, or do not shard the parameters (stages 1 and 2)"
+            )
+        shapes = {leaf.value.shape for leaf in found}
+        for leaf in flatten_marks(method_state):
+            if leaf.marks and leaf.value.shape not in shapes:
+                raise ValueError(
+                    f"this method keeps arrays of shape {leaf.value.shape} for Sharded parameters of shape "
+                    f"{leaf.marks[-1].shape}, which cannot be split as these are: use another one, or dcd_psgd without "
+                    "replicas="
+                )
 
 
 def _split_messages(outer: Comm, inner: Comm) -> Comm:

@@ -43,18 +43,6 @@ class NoLoCoState(NamedTuple):
     communicates = True
 
 
-class _NoLoCo(NamedTuple):
-    """`rate` is β, `decay` μ and `pull` γ."""
-
-    inner: optax.GradientTransformationExtraArgs
-    sync_period: SyncPeriod
-    rate: float | int
-    decay: float | int
-    pull: float | int
-    seed: int
-    axis: AxisNames
-
-
 def noloco(
     inner: optax.GradientTransformation,
     *,
@@ -115,96 +103,105 @@ def noloco(
         raise ValueError(f"learning_rate must be positive, got {learning_rate}")
     gamma = learning_rate if pull is None else pull
     check_range("pull", gamma, 0)
-    cfg = _NoLoCo(with_extra_args(inner), sync_period, learning_rate, momentum, gamma, seed, axis)
-    return optax.GradientTransformationExtraArgs(partial(_init_noloco, cfg), partial(_noloco_update, cfg))
+    tx = _NoLoCo(with_extra_args(inner), sync_period, learning_rate, momentum, gamma, seed, axis)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-def _init_noloco(cfg: _NoLoCo, params: PyTree) -> State:
-    check_leaves(params, sharded=True)
-    check_shards(params, cfg.axis)
-    slow = copy_wide(params)
-    # Three arrays: one that is donated must not be in the state twice.
-    count, since, rounds = (jnp.zeros((), jnp.int32) for _ in range(3))
-    return NoLoCoState(
-        count=count,
-        since=since,
-        rounds=rounds,
-        key=jax.random.key(cfg.seed),
-        sent=jnp.zeros(2, jnp.uint32),
-        inner=bind(PerWorker(cfg.inner.init(params)), cfg.axis),
-        slow=bind(PerWorker(slow), cfg.axis),
-        momentum=bind(PerWorker(jax.tree.map(jnp.zeros_like, slow)), cfg.axis),
-    )
+class _NoLoCo(NamedTuple):
+    """`rate` is β, `decay` μ and `pull` γ."""
 
+    inner: optax.GradientTransformationExtraArgs
+    sync_period: SyncPeriod
+    rate: float | int
+    decay: float | int
+    pull: float | int
+    seed: int
+    axis: AxisNames
 
-def _noloco_update(
-    cfg: _NoLoCo,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    examples: Any = None,
-    active: Any = None,
-    sync: Any = None,
-    sync_period: Any = None,
-    **extra_args: Any,
-) -> tuple[Updates, State]:
-    if examples is not None:
-        raise ValueError(
-            "noloco cannot weigh workers by examples=: pairs of unequal weight would move the mean of all; pass "
-            "active=examples > 0 for workers without any, or use local_steps"
+    def init(self, params: PyTree) -> State:
+        check_leaves(params, sharded=True)
+        check_shards(params, self.axis)
+        slow = copy_wide(params)
+        # Three arrays: one that is donated must not be in the state twice.
+        count, since, rounds = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return NoLoCoState(
+            count=count,
+            since=since,
+            rounds=rounds,
+            key=jax.random.key(self.seed),
+            sent=jnp.zeros(2, jnp.uint32),
+            inner=bind(PerWorker(self.inner.init(params)), self.axis),
+            slow=bind(PerWorker(slow), self.axis),
+            momentum=bind(PerWorker(jax.tree.map(jnp.zeros_like, slow)), self.axis),
         )
-    check_step(updates, params, cfg.axis)
-    ledger: list[comms.Sent] = []
-    comm = comms.count_sent(over(cfg.axis), ledger)
-    slow, momentum = state.slow.value, state.momentum.value
-    override = parse_sync_override(sync, 1)
-    with jax.named_scope("noloco"):
-        passed = {"step": state.count, **extra_args, "anchor": slow}
-        taken = None if active is None else as_flag(active)
-        steps, inner_state = inner_step(
-            cfg.inner, updates, state.inner.value, params, axis=cfg.axis, taken=taken, **passed
+
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        sync: Any = None,
+        sync_period: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, State]:
+        if examples is not None:
+            raise ValueError(
+                "noloco cannot weigh workers by examples=: pairs of unequal weight would move the mean of all; pass "
+                "active=examples > 0 for workers without any, or use local_steps"
+            )
+        check_step(updates, params, self.axis)
+        ledger: list[comms.Sent] = []
+        comm = comms.count_sent(over(self.axis), ledger)
+        slow, momentum = state.slow.value, state.momentum.value
+        override = parse_sync_override(sync, 1)
+        with jax.named_scope("noloco"):
+            passed = {"step": state.count, **extra_args, "anchor": slow}
+            taken = None if active is None else as_flag(active)
+            steps, inner_state = inner_step(
+                self.inner, updates, state.inner.value, params, axis=self.axis, taken=taken, **passed
+            )
+            since = state.since + 1
+            if override is None:
+                due = since >= period_at(self.sync_period if sync_period is None else sync_period, state.count)
+            else:
+                due = bool(override)
+            # All workers draw the same round of the tournament.
+            key = jax.random.fold_in(state.key, state.rounds)
+            pairing = jax.random.randint(key, (), 0, len(tournament(comm.size)))
+            # θ_i = φ_i
+            average = partial(self._average_pairs, pairing)
+            (slow, momentum), steps = end_round(comm, due, average, (slow, momentum), params, steps)
+        return steps, NoLoCoState(
+            count=next_count(state.count),
+            since=jnp.where(due, 0, since),
+            rounds=jnp.where(due, next_count(state.rounds), state.rounds),
+            key=state.key,
+            sent=add_bytes(state.sent, comms.total_bytes(ledger)),
+            inner=with_value(state.inner, comm.varying(inner_state)),
+            slow=with_value(state.slow, comm.varying(slow)),
+            momentum=with_value(state.momentum, comm.varying(momentum)),
         )
-        since = state.since + 1
-        if override is None:
-            due = since >= period_at(cfg.sync_period if sync_period is None else sync_period, state.count)
-        else:
-            due = bool(override)
-        # All workers draw the same round of the tournament.
-        key = jax.random.fold_in(state.key, state.rounds)
-        pairing = jax.random.randint(key, (), 0, len(tournament(comm.size)))
-        # θ_i = φ_i
-        average = partial(_average_pairs, cfg, pairing)
-        (slow, momentum), steps = end_round(comm, due, average, (slow, momentum), params, steps)
-    return steps, NoLoCoState(
-        count=next_count(state.count),
-        since=jnp.where(due, 0, since),
-        rounds=jnp.where(due, next_count(state.rounds), state.rounds),
-        key=state.key,
-        sent=add_bytes(state.sent, comms.total_bytes(ledger)),
-        inner=with_value(state.inner, comm.varying(inner_state)),
-        slow=with_value(state.slow, comm.varying(slow)),
-        momentum=with_value(state.momentum, comm.varying(momentum)),
-    )
 
+    def _average_pairs(
+        self, pairing: Array, comm: Comm, before: tuple[Updates, Updates], local: Updates
+    ) -> tuple[Updates, Updates]:
+        """Returns the slow model and its momentum after a round."""
+        slow, momentum = before
+        # β mean(θ - φ) + γ (mean φ - φ_i) is the mean of one array, less γ φ_i: a single exchange suffices.
+        drift = jax.tree.map(lambda p, f: p.astype(f.dtype) - round_like(f, p), local, slow)
+        own = jax.tree.map(lambda d, f: self.rate * d + self.pull * f, drift, slow)
+        partner = map_groups(partial(_exchange, comm, pairing), own)
 
-def _average_pairs(
-    cfg: _NoLoCo, pairing: Array, comm: Comm, before: tuple[Updates, Updates], local: Updates
-) -> tuple[Updates, Updates]:
-    """Returns the slow model and its momentum after a round."""
-    slow, momentum = before
-    # β mean(θ - φ) + γ (mean φ - φ_i) is the mean of one array, less γ φ_i: a single exchange suffices.
-    drift = jax.tree.map(lambda p, f: p.astype(f.dtype) - round_like(f, p), local, slow)
-    own = jax.tree.map(lambda d, f: cfg.rate * d + cfg.pull * f, drift, slow)
-    partner = map_groups(partial(_exchange, comm, pairing), own)
+        # m_i = μ m_i + β mean(θ - φ) + γ (mean(φ) - φ_i)
+        def move(m, x, y, f):
+            return self.decay * m + ((x + y) / 2 - self.pull * f)
 
-    # m_i = μ m_i + β mean(θ - φ) + γ (mean(φ) - φ_i)
-    def move(m, x, y, f):
-        return cfg.decay * m + ((x + y) / 2 - cfg.pull * f)
-
-    momentum = jax.tree.map(move, momentum, own, partner, slow)
-    # φ_i += m_i
-    return jax.tree.map(jnp.add, slow, momentum), momentum
+        momentum = jax.tree.map(move, momentum, own, partner, slow)
+        # φ_i += m_i
+        return jax.tree.map(jnp.add, slow, momentum), momentum
 
 
 def _exchange(comm: Comm, pairing: Array, tree: Updates) -> Updates:

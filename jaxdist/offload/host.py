@@ -1,6 +1,5 @@
 """ZeRO-Offload: the optimizer's state in host memory, updated there or streamed through the device."""
 
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -99,56 +98,54 @@ def host(
         inner = _with_master(inner, master_dtype)
     if delayed is not False:
         inner = _with_delay(inner, 0 if delayed is True else delayed)
-    cfg = _Config(with_extra_args(inner), compute, delayed is not False, tile_bytes)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    tx = _Host(with_extra_args(inner), compute, delayed is not False, tile_bytes)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-class _Config(NamedTuple):
+class _Host(NamedTuple):
     inner: optax.GradientTransformationExtraArgs
     compute: Literal["host", "device"]
     is_delayed: bool
     tile_bytes: int
 
+    def init(self, params: PyTree) -> State:
+        def mark_on_host(node: Any) -> Any:
+            # On a mesh JAX loses the memory kind of the typed keys that a step returns, and the next step fails.
+            if isinstance(node, OnHost) or any(map(is_key, jax.tree.leaves(node))):
+                return node
+            return OnHost(jax.device_put(node, jax.memory.Space.Host))
 
-def _init(cfg: _Config, params: PyTree) -> State:
-    def mark_on_host(node: Any) -> Any:
-        # On a mesh JAX loses the memory kind of the typed keys that a step returns, and the next step fails.
-        if isinstance(node, OnHost) or any(map(is_key, jax.tree.leaves(node))):
-            return node
-        return OnHost(jax.device_put(node, jax.memory.Space.Host))
+        return jax.tree.map(mark_on_host, self.inner.init(params), is_leaf=is_mark)
 
-    return jax.tree.map(mark_on_host, cfg.inner.init(params), is_leaf=is_mark)
+    def update(self, updates: Updates, state: State, params: PyTree = None, **extra_args: Any) -> tuple[Updates, State]:
+        replicated = [x for x in jax.tree.leaves(updates, is_leaf=is_mark) if not is_mark(x)]
+        if self.is_delayed and any(map(varying_axes, replicated)):
+            raise ValueError(
+                "delayed= would keep gradients that differ between workers: average them before, or delay the shards "
+                "of their mean, offload.host(zero_redundancy(offload.delayed(inner)))"
+            )
+        # Traced as if everything were on the device; `run` decides where each operation runs.
+        bare = jax.tree.map(lambda x: x.value if isinstance(x, OnHost) else x, state, is_leaf=is_mark)
 
+        def update_on_device(updates, bare, params):
+            return self.inner.update(*jax.tree.map(to_device, (updates, bare, params)), **extra_args)
 
-def _update(
-    cfg: _Config, updates: Updates, state: State, params: PyTree = None, **extra_args: Any
-) -> tuple[Updates, State]:
-    replicated = [x for x in jax.tree.leaves(updates, is_leaf=is_mark) if not is_mark(x)]
-    if cfg.is_delayed and any(map(varying_axes, replicated)):
-        raise ValueError(
-            "delayed= would keep gradients that differ between workers: average them before, or delay the shards of "
-            "their mean, offload.host(zero_redundancy(offload.delayed(inner)))"
+        arguments = (updates, bare, params)
+        closed, shapes = jax.make_jaxpr(update_on_device, return_shape=True)(*arguments)
+        if jax.tree.structure(shapes[1]) != jax.tree.structure(bare):
+            raise ValueError("the optimizer returned a state with another tree than it was given")
+        # The state follows the updates, among the flat arguments and among the flat results.
+        first_in, first_out = len(jax.tree.leaves(updates)), len(jax.tree.leaves(shapes[0]))
+        nodes = jax.tree.leaves(state, is_leaf=is_mark)
+        on_host = [isinstance(node, OnHost) for node in nodes for _ in jax.tree.leaves(node)]
+        pairs = {first_in + i: first_out + i for i, is_there in enumerate(on_host) if is_there}
+        with jax.named_scope("offload_host"):
+            given = jax.tree.leaves(arguments)
+            out = run(flatten(closed), given, pairs, compute=self.compute, tile_bytes=self.tile_bytes)
+        steps, new = jax.tree.structure(shapes).unflatten(out)
+        return steps, jax.tree.map(
+            lambda old, x: OnHost(x) if isinstance(old, OnHost) else x, state, new, is_leaf=is_mark
         )
-    # Traced as if everything were on the device; `run` decides where each operation runs.
-    bare = jax.tree.map(lambda x: x.value if isinstance(x, OnHost) else x, state, is_leaf=is_mark)
-
-    def update_on_device(updates, bare, params):
-        return cfg.inner.update(*jax.tree.map(to_device, (updates, bare, params)), **extra_args)
-
-    arguments = (updates, bare, params)
-    closed, shapes = jax.make_jaxpr(update_on_device, return_shape=True)(*arguments)
-    if jax.tree.structure(shapes[1]) != jax.tree.structure(bare):
-        raise ValueError("the optimizer returned a state with another tree than it was given")
-    # The state follows the updates, among the flat arguments and among the flat results.
-    first_in, first_out = len(jax.tree.leaves(updates)), len(jax.tree.leaves(shapes[0]))
-    nodes = jax.tree.leaves(state, is_leaf=is_mark)
-    on_host = [isinstance(node, OnHost) for node in nodes for _ in jax.tree.leaves(node)]
-    pairs = {first_in + i: first_out + i for i, is_there in enumerate(on_host) if is_there}
-    with jax.named_scope("offload_host"):
-        given = jax.tree.leaves(arguments)
-        out = run(flatten(closed), given, pairs, compute=cfg.compute, tile_bytes=cfg.tile_bytes)
-    steps, new = jax.tree.structure(shapes).unflatten(out)
-    return steps, jax.tree.map(lambda old, x: OnHost(x) if isinstance(old, OnHost) else x, state, new, is_leaf=is_mark)
 
 
 def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:

@@ -15,7 +15,7 @@ from ..state.marks import PerWorker, bind, with_value
 from ..topology.base import Topology
 from ..transforms.common import LearningRate, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves
-from .averaging import Averaging, Weights, average_over_workers, begin_step, check_averaging, updates_to
+from .averaging import Averaging, Weights, check_averaging, updates_to
 from .geometry import Geometry
 
 
@@ -86,25 +86,25 @@ def anytime_minibatch(
       arXiv:1005.2012, 2012.
     """
     check_averaging(geometry, topology, rounds, weights)
-    cfg = Averaging(geometry, learning_rate, topology, rounds, weights, False, axis)
-    return optax.GradientTransformationExtraArgs(partial(_init_anytime, cfg), partial(_step_anytime, cfg))
+    averaging = Averaging(geometry, learning_rate, topology, rounds, weights, False, axis)
+    return optax.GradientTransformationExtraArgs(partial(_init_anytime, averaging), partial(_step_anytime, averaging))
 
 
-def _init_anytime(cfg: Averaging, params: PyTree) -> State:
+def _init_anytime(averaging: Averaging, params: PyTree) -> State:
     check_leaves(params)
-    cfg.geometry.check(params)
+    averaging.geometry.check(params)
     dual = zeros_like(params)
     return AnytimeMinibatchState(
         count=jnp.zeros((), jnp.int32),
         sent=jnp.zeros(2, jnp.uint32),
         # A copy, since parameters and state may both be donated.
         start=jax.tree.map(jnp.array, wide(params)),
-        dual=dual if cfg.topology is None else bind(PerWorker(dual), cfg.axis),
+        dual=dual if averaging.topology is None else bind(PerWorker(dual), averaging.axis),
     )
 
 
 def _step_anytime(
-    cfg: Averaging,
+    averaging: Averaging,
     updates: Updates,
     state: State,
     params: PyTree | None = None,
@@ -113,19 +113,19 @@ def _step_anytime(
     active: Any = None,
     **extra: Any,
 ) -> tuple[Updates, State]:
-    comm, ledger, number = begin_step(cfg, updates, params, examples, active)
+    comm, ledger, number = averaging.begin_step(updates, params, examples, active)
     with jax.named_scope("anytime_minibatch"):
         # z_i + g_i, or z_i on a worker without examples.
-        old = state.dual if cfg.topology is None else state.dual.value
+        old = state.dual if averaging.topology is None else state.dual.value
         dual = jax.tree.map(jnp.add, comm.varying(old), wide(updates))
         dual = dual if number is None else tree_where(number > 0, dual, old)
         # z_i = Σ_j W_ij b_j (z_j + g_j) / Σ_j W_ij b_j
-        dual = average_over_workers(cfg, dual, number, old, comm, state.count)
+        dual = averaging.average_over_workers(dual, number, old, comm, state.count)
         # x_i = argmin over x in X of <z_i, x> + D(x, x_1) / η_t
-        new = cfg.geometry.step(state.start, dual, rate_at(cfg.learning_rate, state.count))
+        new = averaging.geometry.step(state.start, dual, rate_at(averaging.learning_rate, state.count))
     return updates_to(new, params), AnytimeMinibatchState(
         count=next_count(state.count),
         sent=add_bytes(state.sent, comms.total_bytes(ledger)),
         start=state.start,
-        dual=dual if cfg.topology is None else with_value(state.dual, comm.varying(dual)),
+        dual=dual if averaging.topology is None else with_value(state.dual, comm.varying(dual)),
     )

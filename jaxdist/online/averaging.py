@@ -39,22 +39,56 @@ class Averaging(NamedTuple):
         """Whether the next message is weighted by the examples of this step."""
         return self.combine_first and self.weights == "batch"
 
+    def begin_step(
+        self, updates: Updates, params: PyTree | None, examples: Any, active: Any
+    ) -> tuple[Comm, list[comms.Sent], Array | None]:
+        """Checks what a step was given; returns the workers, the list of what they will send, and this worker's `b`."""
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        check_leaves(updates)
+        check_local(updates, self.axis)
+        # Models differ between workers, unless each step ends with an exact mean.
+        if self.topology is not None or self.combine_first:
+            check_per_worker(params, self.axis)
+        ledger: list[comms.Sent] = []
+        comm = comms.count_sent(over(self.axis), ledger)
+        number = weight_of_worker(examples, active, name="any-batch mirror descent")
+        return comm, ledger, None if number is None else comm.varying(number)
 
-def begin_step(
-    cfg: Averaging, updates: Updates, params: PyTree | None, examples: Any, active: Any
-) -> tuple[Comm, list[comms.Sent], Array | None]:
-    """Checks what a step was given; returns the workers, the list of what they will send, and this worker's `b`."""
-    if params is None:
-        raise ValueError(NO_PARAMS)
-    check_leaves(updates)
-    check_local(updates, cfg.axis)
-    # Models differ between workers, unless each step ends with an exact mean.
-    if cfg.topology is not None or cfg.combine_first:
-        check_per_worker(params, cfg.axis)
-    ledger: list[comms.Sent] = []
-    comm = comms.count_sent(over(cfg.axis), ledger)
-    number = weight_of_worker(examples, active, name="any-batch mirror descent")
-    return comm, ledger, None if number is None else comm.varying(number)
+    def average_over_workers(
+        self, tree: PyTree, number: Array | None, fallback: PyTree, comm: Comm, count: Int[Array, ""]
+    ) -> PyTree:
+        """The mean of all workers' trees in float32, exact or, with a topology, after `rounds` rounds of consensus.
+
+        `number` is `b`, the number of examples that a worker's tree counts for; `None`: all count alike. Where a worker
+        receives none at all the result is `fallback`; it is replicated if that is, and the mean is exact.
+        """
+        topology = self.topology
+        if topology is not None and topology.workers != comm.size:
+            raise ValueError(
+                f"the topology {topology.name} has {topology.workers} workers, but the axis has {comm.size}: make the "
+                f"topology for {comm.size}"
+            )
+        examples = number if self.weights == "batch" else None
+        # Pairs (b z, b) are averaged and divided: Σ_j W_ij b_j z_j / Σ_j W_ij b_j, the pooled mean if W is exact.
+        message = tree if examples is None else (jax.tree.map(lambda x: _times(x, examples), tree), examples)
+        if topology is None:
+            # All leaves and the count in one all-reduce.
+            leaves, structure = jax.tree.flatten(message)
+            message = structure.unflatten(fuse(comm, comm.mean, leaves))
+        else:
+            for k in range(self.rounds):
+                # x_i + Σ_j W_ij (x_j - x_i); round k of this step is step count · rounds + k of a graph that changes.
+                message = plus(message, change_at(comm, topology, count * self.rounds + k, message))
+        if examples is None:
+            return message
+        tree, total = message
+        has_examples = total > 0
+
+        def divide(x, otherwise):
+            return jnp.where(has_examples, x / jnp.where(has_examples, total, 1).astype(x.dtype), otherwise)
+
+        return jax.tree.map(divide, tree, fallback)
 
 
 def updates_to(new: PyTree, params: PyTree) -> Updates:
@@ -78,42 +112,6 @@ def check_averaging(geometry: Any, topology: Any, rounds: int, weights: str) -> 
             f"the mixing matrices of {topology.name} are not doubly stochastic, so workers would not converge to the "
             "mean: use an undirected graph, or a directed one in which all workers have the same number of neighbors"
         )
-
-
-def average_over_workers(
-    cfg: Averaging, tree: PyTree, number: Array | None, fallback: PyTree, comm: Comm, count: Int[Array, ""]
-) -> PyTree:
-    """The mean of all workers' trees in float32, exact or, with a topology, after `rounds` rounds of consensus.
-
-    `number` is `b`, the number of examples that a worker's tree counts for; `None`: all count alike. Where a worker
-    receives none at all the result is `fallback`; it is replicated if that is, and the mean is exact.
-    """
-    topology = cfg.topology
-    if topology is not None and topology.workers != comm.size:
-        raise ValueError(
-            f"the topology {topology.name} has {topology.workers} workers, but the axis has {comm.size}: make the "
-            f"topology for {comm.size}"
-        )
-    examples = number if cfg.weights == "batch" else None
-    # Pairs (b z, b) are averaged and divided: Σ_j W_ij b_j z_j / Σ_j W_ij b_j, the pooled mean if W is exact.
-    message = tree if examples is None else (jax.tree.map(lambda x: _times(x, examples), tree), examples)
-    if topology is None:
-        # All leaves and the count in one all-reduce.
-        leaves, structure = jax.tree.flatten(message)
-        message = structure.unflatten(fuse(comm, comm.mean, leaves))
-    else:
-        for k in range(cfg.rounds):
-            # x_i + Σ_j W_ij (x_j - x_i); round k of this step is step count · rounds + k of a graph that changes.
-            message = plus(message, change_at(comm, topology, count * cfg.rounds + k, message))
-    if examples is None:
-        return message
-    tree, total = message
-    has_examples = total > 0
-
-    def divide(x, otherwise):
-        return jnp.where(has_examples, x / jnp.where(has_examples, total, 1).astype(x.dtype), otherwise)
-
-    return jax.tree.map(divide, tree, fallback)
 
 
 def _times(x: Array, examples: Array) -> Array:

@@ -15,7 +15,7 @@ from ..state.marks import PerWorker, bind, with_value
 from ..topology.base import Topology
 from ..transforms.common import LearningRate, rate_at
 from ..transforms.local_gradients import check_leaves
-from .averaging import Averaging, Weights, average_over_workers, begin_step, check_averaging, updates_to
+from .averaging import Averaging, Weights, check_averaging, updates_to
 from .geometry import Geometry
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
@@ -102,20 +102,20 @@ def mirror_descent(
     if order not in ("adapt_then_combine", "combine_then_adapt"):
         raise ValueError(f'order must be "adapt_then_combine" or "combine_then_adapt", got {order!r}')
     check_averaging(geometry, topology, rounds, weights)
-    cfg = Averaging(geometry, learning_rate, topology, rounds, weights, order == "combine_then_adapt", axis)
-    return optax.GradientTransformationExtraArgs(partial(_init_descent, cfg), partial(_descend, cfg))
+    averaging = Averaging(geometry, learning_rate, topology, rounds, weights, order == "combine_then_adapt", axis)
+    return optax.GradientTransformationExtraArgs(partial(_init_descent, averaging), partial(_descend, averaging))
 
 
-def _init_descent(cfg: Averaging, params: PyTree) -> State:
+def _init_descent(averaging: Averaging, params: PyTree) -> State:
     check_leaves(params)
-    cfg.geometry.check(params)
+    averaging.geometry.check(params)
     # The first message is weighted before any examples were counted: all workers alike.
-    examples = bind(PerWorker(jnp.ones((), jnp.float32)), cfg.axis) if cfg.keeps_examples else None
+    examples = bind(PerWorker(jnp.ones((), jnp.float32)), averaging.axis) if averaging.keeps_examples else None
     return MirrorDescentState(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), examples)
 
 
 def _descend(
-    cfg: Averaging,
+    averaging: Averaging,
     updates: Updates,
     state: State,
     params: PyTree | None = None,
@@ -124,29 +124,29 @@ def _descend(
     active: Any = None,
     **extra: Any,
 ) -> tuple[Updates, State]:
-    comm, ledger, number = begin_step(cfg, updates, params, examples, active)
+    comm, ledger, number = averaging.begin_step(updates, params, examples, active)
     with jax.named_scope("mirror_descent"):
         old = wide(params)
         # Either order of z_i = argmin ... (adapt) and x_i = Σ_j W_ij b_j z_j / Σ_j W_ij b_j (combine).
-        if cfg.combine_first:
+        if averaging.combine_first:
             # Models are weighted by the examples of the step that made them.
-            last = state.examples.value if cfg.keeps_examples else None
-            new = average_over_workers(cfg, old, last, old, comm, state.count)
-            new = _mirror_step(cfg, new, updates, number, state.count)
+            last = state.examples.value if averaging.keeps_examples else None
+            new = averaging.average_over_workers(old, last, old, comm, state.count)
+            new = _mirror_step(averaging, new, updates, number, state.count)
         else:
-            new = _mirror_step(cfg, comm.varying(old), updates, number, state.count)
-            new = average_over_workers(cfg, new, number, old, comm, state.count)
+            new = _mirror_step(averaging, comm.varying(old), updates, number, state.count)
+            new = averaging.average_over_workers(new, number, old, comm, state.count)
     weight = comm.varying(jnp.ones((), jnp.float32)) if number is None else number
     return updates_to(new, params), MirrorDescentState(
         count=next_count(state.count),
         sent=add_bytes(state.sent, comms.total_bytes(ledger)),
-        examples=with_value(state.examples, weight) if cfg.keeps_examples else None,
+        examples=with_value(state.examples, weight) if averaging.keeps_examples else None,
     )
 
 
 def _mirror_step(
-    cfg: Averaging, model: PyTree, gradients: Updates, number: Array | None, count: Int[Array, ""]
+    averaging: Averaging, model: PyTree, gradients: Updates, number: Array | None, count: Int[Array, ""]
 ) -> PyTree:
     """`argmin over x in X of <g, x> + D(x, model) / η_t`; a worker without examples takes no step."""
-    new = cfg.geometry.step(model, wide(gradients), rate_at(cfg.learning_rate, count))
+    new = averaging.geometry.step(model, wide(gradients), rate_at(averaging.learning_rate, count))
     return new if number is None else tree_where(number > 0, new, model)

@@ -49,18 +49,6 @@ class _View(NamedTuple):
     rank: int
 
 
-class _Config(NamedTuple):
-    learning_rate: LearningRate
-    rank: int | None
-    rank_fraction: float | int | None
-    momentum: float | int
-    weight_decay: float | int
-    is_matrix: Callable[[str, Like], bool]
-    rest: optax.GradientTransformationExtraArgs
-    seed: int
-    axis: AxisNames
-
-
 def every_matrix(path: str, leaf: Like) -> bool:
     """Selects all leaves of two or more dimensions."""
     del path
@@ -136,63 +124,91 @@ def dion(
     check_range("weight_decay", weight_decay, 0)
     others = optax.adamw(learning_rate, weight_decay=weight_decay) if rest is None else rest
     others = with_extra_args(others)
-    cfg = _Config(learning_rate, rank, rank_fraction, momentum, weight_decay, is_matrix, others, seed, axis)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    tx = _Dion(learning_rate, rank, rank_fraction, momentum, weight_decay, is_matrix, others, seed, axis)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-def _init(cfg: _Config, params: PyTree) -> State:
-    check_leaves(params)
-    # Each matrix folds its number into the seed.
-    numbers = itertools.count()
+class _Dion(NamedTuple):
+    learning_rate: LearningRate
+    rank: int | None
+    rank_fraction: float | int | None
+    momentum: float | int
+    weight_decay: float | int
+    is_matrix: Callable[[str, Like], bool]
+    rest: optax.GradientTransformationExtraArgs
+    seed: int
+    axis: AxisNames
 
-    # No empty arrays for the other leaves: JAX forgets the sharding of those that differ between workers, and
-    # compiles again.
-    def zeros(path, leaf):
-        view = _view(cfg, path, leaf)
-        return optax.MaskedNode() if view is None else jnp.zeros(leaf.shape, working_dtype(leaf.dtype))
+    def init(self, params: PyTree) -> State:
+        check_leaves(params)
+        # Each matrix folds its number into the seed.
+        numbers = itertools.count()
 
-    def draw(path, leaf):
-        view = _view(cfg, path, leaf)
-        if view is None:
-            return optax.MaskedNode()
-        key = jax.random.fold_in(jax.random.key(cfg.seed), next(numbers))
-        return jax.random.normal(key, (view.m, view.rank), working_dtype(leaf.dtype))
+        # No empty arrays for the other leaves: JAX forgets the sharding of those that differ between workers, and
+        # compiles again.
+        def zeros(path, leaf):
+            view = self._view(path, leaf)
+            return optax.MaskedNode() if view is None else jnp.zeros(leaf.shape, working_dtype(leaf.dtype))
 
-    return DionState(
-        jnp.zeros((), jnp.int32),
-        bind(PerWorker(jax.tree_util.tree_map_with_path(zeros, params)), cfg.axis),
-        jax.tree_util.tree_map_with_path(draw, params),
-        _rest(cfg).init(params),
-    )
+        def draw(path, leaf):
+            view = self._view(path, leaf)
+            if view is None:
+                return optax.MaskedNode()
+            key = jax.random.fold_in(jax.random.key(self.seed), next(numbers))
+            return jax.random.normal(key, (view.m, view.rank), working_dtype(leaf.dtype))
 
+        return DionState(
+            jnp.zeros((), jnp.int32),
+            bind(PerWorker(jax.tree_util.tree_map_with_path(zeros, params)), self.axis),
+            jax.tree_util.tree_map_with_path(draw, params),
+            self._rest().init(params),
+        )
 
-def _update(
-    cfg: _Config,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    examples: Any = None,
-    active: Any = None,
-    **extra_args: Any,
-) -> tuple[Updates, State]:
-    with jax.named_scope("dion"):
-        gradients, comm = local_gradients(updates, cfg.axis, examples, active, name="dion")
-        paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
-        leaves = [leaf for _, leaf in paths]
-        views = [_view(cfg, path, leaf) for path, leaf in paths]
-        momenta, factors = (structure.flatten_up_to(tree) for tree in (state.momentum.value, state.q))
-        out, momenta, factors = run(_rounds(cfg.momentum, leaves, views, momenta, factors), comm)
-        rate = rate_at(cfg.learning_rate, state.count)
-        # Matrices take the step -η (direction + λ x); the mean gradients of the other leaves go to their optimizer.
-        steps = jax.tree.leaves(descend(structure.unflatten(out), rate, cfg.weight_decay, params, updates))
-        mixed = [
-            mean.astype(like.dtype) if view is None else step
-            for view, step, mean, like in zip(views, steps, out, jax.tree.leaves(updates), strict=True)
-        ]
-        mixed, rest_state = _rest(cfg).update(structure.unflatten(mixed), state.rest, params, **extra_args)
-        momentum = with_value(state.momentum, structure.unflatten(momenta))
-        return mixed, DionState(next_count(state.count), momentum, structure.unflatten(factors), rest_state)
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, State]:
+        with jax.named_scope("dion"):
+            gradients, comm = local_gradients(updates, self.axis, examples, active, name="dion")
+            paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
+            leaves = [leaf for _, leaf in paths]
+            views = [self._view(path, leaf) for path, leaf in paths]
+            momenta, factors = (structure.flatten_up_to(tree) for tree in (state.momentum.value, state.q))
+            out, momenta, factors = run(_rounds(self.momentum, leaves, views, momenta, factors), comm)
+            rate = rate_at(self.learning_rate, state.count)
+            # Matrices take the step -η (direction + λ x); the mean gradients of the other leaves go to their optimizer.
+            steps = jax.tree.leaves(descend(structure.unflatten(out), rate, self.weight_decay, params, updates))
+            mixed = [
+                mean.astype(like.dtype) if view is None else step
+                for view, step, mean, like in zip(views, steps, out, jax.tree.leaves(updates), strict=True)
+            ]
+            mixed, rest_state = self._rest().update(structure.unflatten(mixed), state.rest, params, **extra_args)
+            momentum = with_value(state.momentum, structure.unflatten(momenta))
+            return mixed, DionState(next_count(state.count), momentum, structure.unflatten(factors), rest_state)
+
+    def _view(self, path: tuple[Any, ...], leaf: Like) -> _View | None:
+        """Returns the leaf's view as a matrix; `None` if it goes to the optimizer of the rest."""
+        shape = leaf.shape
+        if len(shape) < 2 or 0 in shape:
+            return None
+        if not self.is_matrix(jax.tree_util.keystr(path, simple=True, separator="/"), leaf):
+            return None
+        n, m = math.prod(shape[:-1]), shape[-1]
+        # Rounded up, but not for the last bit of a product such as 0.07 * 100.
+        rank = self.rank or math.ceil((self.rank_fraction or 0) * min(n, m) * (1 - 1e-12))
+        return _View(n, m, min(rank, n, m))
+
+    def _rest(self) -> optax.GradientTransformationExtraArgs:
+        def is_other(path, leaf):
+            return self._view(path, leaf) is None
+
+        return optax.masked(self.rest, partial(jax.tree_util.tree_map_with_path, is_other))
 
 
 def _rounds(
@@ -231,26 +247,6 @@ def _rounds(
     for i, mean in zip(others, received.mean[len(groups) :], strict=True):
         out[i] = mean
     return out, momenta, factors
-
-
-def _view(cfg: _Config, path: tuple[Any, ...], leaf: Like) -> _View | None:
-    """Returns the leaf's view as a matrix; `None` if it goes to the optimizer of the rest."""
-    shape = leaf.shape
-    if len(shape) < 2 or 0 in shape:
-        return None
-    if not cfg.is_matrix(jax.tree_util.keystr(path, simple=True, separator="/"), leaf):
-        return None
-    n, m = math.prod(shape[:-1]), shape[-1]
-    # Rounded up, but not for the last bit of a product such as 0.07 * 100.
-    rank = cfg.rank or math.ceil((cfg.rank_fraction or 0) * min(n, m) * (1 - 1e-12))
-    return _View(n, m, min(rank, n, m))
-
-
-def _rest(cfg: _Config) -> optax.GradientTransformationExtraArgs:
-    def is_other(path, leaf):
-        return _view(cfg, path, leaf) is None
-
-    return optax.masked(cfg.rest, partial(jax.tree_util.tree_map_with_path, is_other))
 
 
 def _group(leaves: list[Array], views: list[_View | None]) -> list[list[int]]:

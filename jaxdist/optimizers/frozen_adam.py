@@ -44,83 +44,79 @@ class FrozenAdam(NamedTuple):
     reducer: Reducer
     axis: AxisNames
 
+    def as_transformation(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation of a method whose variance is frozen after a warm-up."""
+        check_adam(self.b1, self.b2, self.eps, self.weight_decay)
+        check_reducer(self.reducer)
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
 
-def frozen_adam(cfg: FrozenAdam) -> optax.GradientTransformationExtraArgs:
-    """The transformation of a method whose variance is frozen after a warm-up."""
-    check_adam(cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay)
-    check_reducer(cfg.reducer)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    def init(self, params: PyTree) -> State:
+        """Moments of zero, and the state of the reducer."""
+        check_leaves(params)
+        return FrozenAdamState(
+            count=jnp.zeros((), jnp.int32),
+            sent=jnp.zeros(2, jnp.uint32),
+            momentum=zeros_like(params),
+            variance=zeros_like(params),
+            reducer=bind(self.reducer.init(zeros_like(params)), self.axis),
+        )
 
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, State]:
+        """A warm-up step, or one whose momentum is compressed."""
+        del extra_args
+        with jax.named_scope("frozen_adam"):
+            gradients, comm, ledger, rate = start_step(
+                self.axis, self.learning_rate, updates, examples, active, state.count, name="frozen_adam"
+            )
+            compress, warm_up = partial(self._compress_step, Extras(state.count, rate)), self._warm_up_step
+            # The branches differ in their collectives; the count is replicated, so all workers take the same one.
+            frozen = state.count >= self.freeze_step
+            momentum, variance, reducer_state = comms.cond(frozen, compress, warm_up, comm, gradients, state)
+            count = next_count(state.count)
+            # x -= η (m / d + λ x)
+            direction = divide(momentum, self._preconditioner(variance, count))
+            if self.corrected:
+                # m̂ = m / (1 - β₁ᵗ)
+                direction = jax.tree.map(lambda m: m / (1 - self.b1 ** count.astype(m.dtype)), direction)
+            out = descend(direction, rate, self.weight_decay, params, updates)
+            sent = add_bytes(state.sent, comms.total_bytes(ledger))
+            return out, FrozenAdamState(count, sent, momentum, variance, reducer_state)
 
-def _init(cfg: FrozenAdam, params: PyTree) -> State:
-    check_leaves(params)
-    return FrozenAdamState(
-        count=jnp.zeros((), jnp.int32),
-        sent=jnp.zeros(2, jnp.uint32),
-        momentum=zeros_like(params),
-        variance=zeros_like(params),
-        reducer=bind(cfg.reducer.init(zeros_like(params)), cfg.axis),
-    )
+    def _warm_up_step(self, comm: Comm, gradients: Updates, state: FrozenAdamState) -> tuple[Updates, Updates, State]:
+        """Returns Adam's moments of the exact mean gradient."""
+        mean = exact().reduce(gradients, (), comm)[0].mean
+        # m = β₁ m + (1-β₁) ḡ and v = β₂ v + (1-β₂) ḡ²
+        momentum = moving_average(state.momentum, mean, self.b1)
+        return momentum, moving_average(state.variance, jax.tree.map(jnp.square, mean), self.b2), state.reducer
 
+    def _compress_step(
+        self, extras: Extras, comm: Comm, gradients: Updates, state: FrozenAdamState
+    ) -> tuple[Updates, Updates, State]:
+        """Returns the reduced momentum and the frozen variance."""
+        # Unlike the paper, which sends m itself: one scale would then serve entries whose d differ by decades.
+        # The variance is frozen, so `by` is replicated and constant, and residuals of the reducer keep their unit.
+        by = self._preconditioner(state.variance, self.freeze_step)
+        local = mask_unseen(divide(moving_average(state.momentum, gradients, self.b1), by), state.variance)
+        # reduce((β₁ m + (1-β₁) g_w) / d)
+        reduced, reducer_state = self.reducer.reduce(local, state.reducer, comm, extras)
+        return multiply(mask_unseen(reduced.mean, state.variance), by), state.variance, reducer_state
 
-def _update(
-    cfg: FrozenAdam,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    examples: Any = None,
-    active: Any = None,
-    **extra_args: Any,
-) -> tuple[Updates, State]:
-    del extra_args
-    with jax.named_scope("frozen_adam"):
-        gradients, comm, ledger, rate = start_step(cfg, updates, examples, active, state.count, name="frozen_adam")
-        compress, warm_up = partial(_compress_step, cfg, Extras(state.count, rate)), partial(_warm_up_step, cfg)
-        # The branches differ in their collectives; the count is replicated, so all workers take the same one.
-        frozen = state.count >= cfg.freeze_step
-        momentum, variance, reducer_state = comms.cond(frozen, compress, warm_up, comm, gradients, state)
-        count = next_count(state.count)
-        # x -= η (m / d + λ x)
-        direction = divide(momentum, _preconditioner(cfg, variance, count))
-        if cfg.corrected:
-            # m̂ = m / (1 - β₁ᵗ)
-            direction = jax.tree.map(lambda m: m / (1 - cfg.b1 ** count.astype(m.dtype)), direction)
-        out = descend(direction, rate, cfg.weight_decay, params, updates)
-        sent = add_bytes(state.sent, comms.total_bytes(ledger))
-        return out, FrozenAdamState(count, sent, momentum, variance, reducer_state)
-
-
-def _warm_up_step(
-    cfg: FrozenAdam, comm: Comm, gradients: Updates, state: FrozenAdamState
-) -> tuple[Updates, Updates, State]:
-    """Returns Adam's moments of the exact mean gradient."""
-    mean = exact().reduce(gradients, (), comm)[0].mean
-    # m = β₁ m + (1-β₁) ḡ and v = β₂ v + (1-β₂) ḡ²
-    momentum = moving_average(state.momentum, mean, cfg.b1)
-    return momentum, moving_average(state.variance, jax.tree.map(jnp.square, mean), cfg.b2), state.reducer
-
-
-def _compress_step(
-    cfg: FrozenAdam, extras: Extras, comm: Comm, gradients: Updates, state: FrozenAdamState
-) -> tuple[Updates, Updates, State]:
-    """Returns the reduced momentum and the frozen variance."""
-    # Unlike the paper, which sends m itself: one scale would then serve entries whose d differ by decades.
-    # The variance is frozen, so `by` is replicated and constant, and residuals of the reducer keep their unit.
-    by = _preconditioner(cfg, state.variance, cfg.freeze_step)
-    local = mask_unseen(divide(moving_average(state.momentum, gradients, cfg.b1), by), state.variance)
-    # reduce((β₁ m + (1-β₁) g_w) / d)
-    reduced, reducer_state = cfg.reducer.reduce(local, state.reducer, comm, extras)
-    return multiply(mask_unseen(reduced.mean, state.variance), by), state.variance, reducer_state
-
-
-def _preconditioner(cfg: FrozenAdam, variance: Updates, count: Array | int) -> Updates:
-    """Returns `d = √v̂ + ε`, where the bias correction of `v̂` stops at `freeze_step`, as the variance does."""
-    if cfg.corrected:
-        # v̂ = v / (1 - β₂ˢ)
-        s = jnp.minimum(count, cfg.freeze_step)
-        variance = jax.tree.map(lambda v: v / (1 - cfg.b2 ** s.astype(v.dtype)), variance)
-    return preconditioner(variance, cfg.eps)
+    def _preconditioner(self, variance: Updates, count: Array | int) -> Updates:
+        """Returns `d = √v̂ + ε`, where the bias correction of `v̂` stops at `freeze_step`, as the variance does."""
+        if self.corrected:
+            # v̂ = v / (1 - β₂ˢ)
+            s = jnp.minimum(count, self.freeze_step)
+            variance = jax.tree.map(lambda v: v / (1 - self.b2 ** s.astype(v.dtype)), variance)
+        return preconditioner(variance, self.eps)
 
 
 def check_adam(b1: float | int, b2: float | int, eps: float | int, weight_decay: float | int) -> None:
@@ -132,15 +128,19 @@ def check_adam(b1: float | int, b2: float | int, eps: float | int, weight_decay:
 
 
 def start_step(
-    cfg: Any, updates: Updates, examples: Any, active: Any, count: Array, *, name: str
+    axis: AxisNames,
+    learning_rate: LearningRate,
+    updates: Updates,
+    examples: Any,
+    active: Any,
+    count: Array,
+    *,
+    name: str,
 ) -> tuple[Updates, Comm, list[comms.Sent], Array]:
-    """Returns gradients in float32 or better, the group of workers, the ledger of the bytes it sends, and the rate.
-
-    `cfg` has the `axis` and the `learning_rate` of the optimizer with this name.
-    """
-    gradients, comm = local_gradients(updates, cfg.axis, examples, active, name=name)
+    """Returns gradients in float32 or better, the group of workers, the ledger of the bytes it sends, and the rate."""
+    gradients, comm = local_gradients(updates, axis, examples, active, name=name)
     ledger: list[comms.Sent] = []
-    return gradients, comms.count_sent(comm, ledger), ledger, rate_at(cfg.learning_rate, count)
+    return gradients, comms.count_sent(comm, ledger), ledger, rate_at(learning_rate, count)
 
 
 def mask_unseen(tree: Updates, variance: Updates) -> Updates:

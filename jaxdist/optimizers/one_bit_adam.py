@@ -9,7 +9,7 @@ from ..reducers.error_feedback import error_feedback
 from ..reducers.reducer import Reducer
 from ..reducers.two_shot import two_shot
 from ..transforms.common import LearningRate
-from .frozen_adam import FrozenAdam, frozen_adam
+from .frozen_adam import FrozenAdam
 
 
 def one_bit_adam(
@@ -73,4 +73,4 @@ def one_bit_adam(
     """
     check_count("freeze_step", freeze_step, 1)
     chosen = error_feedback(two_shot(scaled_sign())) if reducer is None else reducer
-    return frozen_adam(FrozenAdam(learning_rate, freeze_step, b1, b2, eps, weight_decay, False, chosen, axis))
+    return FrozenAdam(learning_rate, freeze_step, b1, b2, eps, weight_decay, False, chosen, axis).as_transformation()

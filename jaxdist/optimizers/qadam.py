@@ -8,7 +8,7 @@ from ..compressors.qsgd import qsgd
 from ..reducers.reducer import Reducer
 from ..reducers.two_shot import two_shot
 from ..transforms.common import LearningRate
-from .frozen_adam import FrozenAdam, frozen_adam
+from .frozen_adam import FrozenAdam
 
 
 def qadam(
@@ -57,4 +57,4 @@ def qadam(
     """
     check_count("warmup_steps", warmup_steps, 1)
     chosen = two_shot(qsgd(8)) if reducer is None else reducer
-    return frozen_adam(FrozenAdam(learning_rate, warmup_steps, b1, b2, eps, weight_decay, True, chosen, axis))
+    return FrozenAdam(learning_rate, warmup_steps, b1, b2, eps, weight_decay, True, chosen, axis).as_transformation()

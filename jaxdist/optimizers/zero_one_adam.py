@@ -60,20 +60,6 @@ class ZeroOneAdamState(NamedTuple):
     communicates = True
 
 
-class _Config(NamedTuple):
-    learning_rate: LearningRate
-    freeze_step: int
-    b1: float | int
-    b2: float | int
-    eps: float | int
-    weight_decay: float | int
-    refreshes: int
-    doubling_steps: int
-    longest_interval: int
-    reducer: Reducer
-    axis: AxisNames
-
-
 class _Decision(NamedTuple):
     """The decision of both policies for a step: `shared` until the variance is frozen; `refresh` implies `sync`."""
 
@@ -157,111 +143,161 @@ def zero_one_adam(
     reducer = error_feedback(two_shot(scaled_sign())) if reducer is None else reducer
     check_reducer(reducer)
     intervals = refreshes, doubling_steps, longest_interval
-    cfg = _Config(learning_rate, freeze_step, b1, b2, eps, weight_decay, *intervals, reducer, axis)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    tx = _ZeroOneAdam(learning_rate, freeze_step, b1, b2, eps, weight_decay, *intervals, reducer, axis)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-def _init(cfg: _Config, params: PyTree) -> State:
-    check_leaves(params)
-    # A copy, since parameters and optimizer state may both be donated.
-    anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
-    return ZeroOneAdamState(
-        count=jnp.zeros((), jnp.int32),
-        sent=jnp.zeros(2, jnp.uint32),
-        variance=zeros_like(params),
-        rates=jnp.zeros((), jnp.float32),
-        refresh=Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)),
-        sync=Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)),
-        momentum=bind(PerWorker(zeros_like(params)), cfg.axis),
-        anchor=bind(PerWorker(anchor), cfg.axis),
-        moved=bind(PerWorker([jnp.zeros_like(a) for a, _ in _narrow(anchor, params)]), cfg.axis),
-        reducer=bind(cfg.reducer.init(zeros_like(params)), cfg.axis),
-    )
+class _ZeroOneAdam(NamedTuple):
+    learning_rate: LearningRate
+    freeze_step: int
+    b1: float | int
+    b2: float | int
+    eps: float | int
+    weight_decay: float | int
+    refreshes: int
+    doubling_steps: int
+    longest_interval: int
+    reducer: Reducer
+    axis: AxisNames
 
-
-def _update(
-    cfg: _Config,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    examples: Any = None,
-    active: Any = None,
-    **extra_args: object,
-) -> tuple[Updates, State]:
-    del extra_args
-    if params is None:
-        raise ValueError(NO_PARAMS)
-    with jax.named_scope("zero_one_adam"):
-        gradients, comm, ledger, rate = start_step(cfg, updates, examples, active, state.count, name="zero_one_adam")
-        # Gradients may be narrower than their parameters, and the branches below must return the same dtypes.
-        gradients = jax.tree.map(lambda g, v: g.astype(v.dtype), gradients, state.variance)
-        # s, the sum of η since the last sync
-        rates = state.rates + rate.astype(state.rates.dtype)
-        decision = _decide(cfg, state)
-
-        # The local step, taken unless workers synchronize: m_w = β₁ m_w + (1-β₁) g_w, x_w -= η m_w / d.
-        local_momentum = moving_average(state.momentum.value, gradients, cfg.b1)
-        local_update = _adam_update(cfg, local_momentum, state.variance, rate)
-        # Without examples a worker takes no step of its own; one that all take together it takes with them.
-        weight = weight_of_worker(examples, active, name="zero_one_adam")
-        if weight is not None:
-            takes_step = decision.shared | (weight > 0)
-            local_momentum = tree_where(takes_step, local_momentum, state.momentum.value)
-            local_update = zero_unless(takes_step, local_update)
-
-        # Until the variance is frozen gradients are sent, g_w / d, afterwards displacements, x_w - a.
-        d = preconditioner(state.variance, cfg.eps)
-        displacement = _displacement(params, state.anchor.value, local_update, state.moved.value)
-        payload = tree_where(decision.shared, divide(gradients, d), displacement)
-        payload = mask_unseen(payload, state.variance)
-        # At `freeze_step` the payload changes from gradients to displacements, a learning rate apart.
-        fresh = cfg.reducer.init(zeros_like(payload))
-        reducer_state = _reset_reducer(state.reducer, fresh, state.count == cfg.freeze_step)
-        # 0: neither, 1: sync, 2: refresh, which implies sync. One branch for compressed gradients and compressed
-        # displacements: the reducer is compiled once.
-        compress = partial(_compress_step, cfg.reducer, Extras(state.count, rate))
-        branches = [_local_step, compress, partial(_full_step, cfg)]
-        which = decision.sync.astype(jnp.int32) + decision.refresh.astype(jnp.int32)
-        operands = state.variance, gradients, payload, reducer_state
-        mean, variance, reducer_state = comms.switch(which, branches, comm, *operands)
-        # Only a refresh averages the gradients themselves; all other means are in units of d.
-        mean = tree_where(decision.refresh, mean, multiply(mask_unseen(mean, variance), d))
-
-        momentum = mask_unseen(_next_momentum(cfg, decision, mean, local_momentum, state, rates), variance)
-        anchor = _next_anchor(cfg, decision, momentum, variance, state.anchor.value, rates)
-
-        # After a sync parameters equal the anchor, which updates narrower than the parameters would miss; otherwise the
-        # local step is taken.
-        def choose_step(a, p, old, moved, step, g):
-            # Narrow parameters follow a + (x_w - a), which they cannot add up themselves.
-            local = step if p.dtype == a.dtype else old + moved - p.astype(a.dtype)
-            return jnp.where(decision.sync, a - p.astype(a.dtype), local).astype(wider_dtype(g.dtype, p.dtype))
-
-        out = jax.tree.map(choose_step, anchor, params, state.anchor.value, displacement, local_update, updates)
-        moved = [jnp.where(decision.sync, 0, x) for x, _ in _narrow(displacement, params)]
-        return out, ZeroOneAdamState(
-            count=next_count(state.count),
-            sent=add_bytes(state.sent, comms.total_bytes(ledger)),
-            variance=variance,
-            rates=jnp.where(decision.sync, 0, rates),
-            refresh=_advance(state.refresh, decision.refresh, cfg.refreshes, LONGEST),
-            sync=_advance(state.sync, ~decision.shared, cfg.doubling_steps, cfg.longest_interval),
-            momentum=with_value(state.momentum, momentum),
-            anchor=with_value(state.anchor, anchor),
-            moved=with_value(state.moved, moved),
-            reducer=reducer_state,
+    def init(self, params: PyTree) -> State:
+        check_leaves(params)
+        # A copy, since parameters and optimizer state may both be donated.
+        anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
+        return ZeroOneAdamState(
+            count=jnp.zeros((), jnp.int32),
+            sent=jnp.zeros(2, jnp.uint32),
+            variance=zeros_like(params),
+            rates=jnp.zeros((), jnp.float32),
+            refresh=Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)),
+            sync=Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)),
+            momentum=bind(PerWorker(zeros_like(params)), self.axis),
+            anchor=bind(PerWorker(anchor), self.axis),
+            moved=bind(PerWorker([jnp.zeros_like(a) for a, _ in _narrow(anchor, params)]), self.axis),
+            reducer=bind(self.reducer.init(zeros_like(params)), self.axis),
         )
 
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        **extra_args: object,
+    ) -> tuple[Updates, State]:
+        del extra_args
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        with jax.named_scope("zero_one_adam"):
+            gradients, comm, ledger, rate = start_step(
+                self.axis, self.learning_rate, updates, examples, active, state.count, name="zero_one_adam"
+            )
+            # Gradients may be narrower than their parameters, and the branches below must return the same dtypes.
+            gradients = jax.tree.map(lambda g, v: g.astype(v.dtype), gradients, state.variance)
+            # s, the sum of η since the last sync
+            rates = state.rates + rate.astype(state.rates.dtype)
+            decision = self._decide(state)
 
-def _decide(cfg: _Config, state: ZeroOneAdamState) -> _Decision:
-    """Applies the paper's two policies: when to refresh the variance, and when to synchronize."""
-    step = next_count(state.count)
-    # Until `freeze_step` all workers take the same step, and every step communicates.
-    shared = state.count < cfg.freeze_step
-    refresh = shared & (step % state.refresh.length == 0)
-    sync = shared | (step % state.sync.length == 0)
-    return _Decision(shared, refresh, sync)
+            # The local step, taken unless workers synchronize: m_w = β₁ m_w + (1-β₁) g_w, x_w -= η m_w / d.
+            local_momentum = moving_average(state.momentum.value, gradients, self.b1)
+            local_update = self._adam_update(local_momentum, state.variance, rate)
+            # Without examples a worker takes no step of its own; one that all take together it takes with them.
+            weight = weight_of_worker(examples, active, name="zero_one_adam")
+            if weight is not None:
+                takes_step = decision.shared | (weight > 0)
+                local_momentum = tree_where(takes_step, local_momentum, state.momentum.value)
+                local_update = zero_unless(takes_step, local_update)
+
+            # Until the variance is frozen gradients are sent, g_w / d, afterwards displacements, x_w - a.
+            d = preconditioner(state.variance, self.eps)
+            displacement = _displacement(params, state.anchor.value, local_update, state.moved.value)
+            payload = tree_where(decision.shared, divide(gradients, d), displacement)
+            payload = mask_unseen(payload, state.variance)
+            # At `freeze_step` the payload changes from gradients to displacements, a learning rate apart.
+            fresh = self.reducer.init(zeros_like(payload))
+            reducer_state = _reset_reducer(state.reducer, fresh, state.count == self.freeze_step)
+            # 0: neither, 1: sync, 2: refresh, which implies sync. One branch for compressed gradients and compressed
+            # displacements: the reducer is compiled once.
+            compress = partial(_compress_step, self.reducer, Extras(state.count, rate))
+            branches = [_local_step, compress, self._full_step]
+            which = decision.sync.astype(jnp.int32) + decision.refresh.astype(jnp.int32)
+            operands = state.variance, gradients, payload, reducer_state
+            mean, variance, reducer_state = comms.switch(which, branches, comm, *operands)
+            # Only a refresh averages the gradients themselves; all other means are in units of d.
+            mean = tree_where(decision.refresh, mean, multiply(mask_unseen(mean, variance), d))
+
+            momentum = mask_unseen(self._next_momentum(decision, mean, local_momentum, state, rates), variance)
+            anchor = self._next_anchor(decision, momentum, variance, state.anchor.value, rates)
+
+            # After a sync parameters equal the anchor, which updates narrower than the parameters would miss; otherwise
+            # the local step is taken.
+            def choose_step(a, p, old, moved, step, g):
+                # Narrow parameters follow a + (x_w - a), which they cannot add up themselves.
+                local = step if p.dtype == a.dtype else old + moved - p.astype(a.dtype)
+                return jnp.where(decision.sync, a - p.astype(a.dtype), local).astype(wider_dtype(g.dtype, p.dtype))
+
+            out = jax.tree.map(choose_step, anchor, params, state.anchor.value, displacement, local_update, updates)
+            moved = [jnp.where(decision.sync, 0, x) for x, _ in _narrow(displacement, params)]
+            return out, ZeroOneAdamState(
+                count=next_count(state.count),
+                sent=add_bytes(state.sent, comms.total_bytes(ledger)),
+                variance=variance,
+                rates=jnp.where(decision.sync, 0, rates),
+                refresh=_advance(state.refresh, decision.refresh, self.refreshes, LONGEST),
+                sync=_advance(state.sync, ~decision.shared, self.doubling_steps, self.longest_interval),
+                momentum=with_value(state.momentum, momentum),
+                anchor=with_value(state.anchor, anchor),
+                moved=with_value(state.moved, moved),
+                reducer=reducer_state,
+            )
+
+    def _decide(self, state: ZeroOneAdamState) -> _Decision:
+        """Applies the paper's two policies: when to refresh the variance, and when to synchronize."""
+        step = next_count(state.count)
+        # Until `freeze_step` all workers take the same step, and every step communicates.
+        shared = state.count < self.freeze_step
+        refresh = shared & (step % state.refresh.length == 0)
+        sync = shared | (step % state.sync.length == 0)
+        return _Decision(shared, refresh, sync)
+
+    def _full_step(
+        self, comm: Comm, variance: Updates, gradients: Updates, payload: Updates, reducer_state: State
+    ) -> tuple[Updates, Updates, State]:
+        """Returns the exact mean of the gradients and the refreshed variance `v = β₂ v + (1-β₂) ḡ²`."""
+        del payload
+        mean = exact().reduce(gradients, (), comm)[0].mean
+        refreshed = moving_average(variance, jax.tree.map(jnp.square, mean), self.b2)
+        # Residuals are in units of d: r · d_old / d_new is the same amount of gradient.
+        factor = divide(preconditioner(variance, self.eps), preconditioner(refreshed, self.eps))
+        return mean, refreshed, _rescale_residuals(reducer_state, factor, comm)
+
+    def _next_momentum(
+        self, decision: _Decision, mean: Updates, local_momentum: Updates, state: ZeroOneAdamState, rates: Array
+    ) -> Updates:
+        shared = moving_average(state.momentum.value, mean, self.b1)
+        # m_w = -d u / s; `mean` is d u here. With a sum of rates of zero nothing moved: the local momentum stays.
+        divisor = jnp.where(rates > 0, rates, 1)
+        synced = jax.tree.map(lambda u, m: jnp.where(rates > 0, -u / divisor.astype(u.dtype), m), mean, local_momentum)
+        return tree_where(decision.shared, shared, tree_where(decision.sync, synced, local_momentum))
+
+    def _next_anchor(
+        self, decision: _Decision, momentum: Updates, variance: Updates, anchor: Updates, rates: Array
+    ) -> Updates:
+        """Returns `a - s λ a + u` after a sync."""
+        # Shared and synced momenta alike give the replicated step over all rates since the last sync.
+        step = self._adam_update(momentum, variance, rates)
+
+        def move(a, u):
+            return jnp.where(decision.sync, a - self.weight_decay * rates.astype(a.dtype) * a + u, a)
+
+        return jax.tree.map(move, anchor, step)
+
+    def _adam_update(self, momentum: Updates, variance: Updates, rate: Array) -> Updates:
+        """Returns `-η m / d`, zero for entries without any variance."""
+        steps = divide(momentum, preconditioner(variance, self.eps))
+        return mask_unseen(jax.tree.map(lambda m: -rate.astype(m.dtype) * m, steps), variance)
 
 
 def _local_step(
@@ -286,47 +322,6 @@ def _compress_step(
     del gradients
     reduced, reducer_state = reducer.reduce(payload, reducer_state, comm, extras)
     return reduced.mean, variance, reducer_state
-
-
-def _full_step(
-    cfg: _Config, comm: Comm, variance: Updates, gradients: Updates, payload: Updates, reducer_state: State
-) -> tuple[Updates, Updates, State]:
-    """Returns the exact mean of the gradients and the refreshed variance `v = β₂ v + (1-β₂) ḡ²`."""
-    del payload
-    mean = exact().reduce(gradients, (), comm)[0].mean
-    refreshed = moving_average(variance, jax.tree.map(jnp.square, mean), cfg.b2)
-    # Residuals are in units of d: r · d_old / d_new is the same amount of gradient.
-    factor = divide(preconditioner(variance, cfg.eps), preconditioner(refreshed, cfg.eps))
-    return mean, refreshed, _rescale_residuals(reducer_state, factor, comm)
-
-
-def _next_momentum(
-    cfg: _Config, decision: _Decision, mean: Updates, local_momentum: Updates, state: ZeroOneAdamState, rates: Array
-) -> Updates:
-    shared = moving_average(state.momentum.value, mean, cfg.b1)
-    # m_w = -d u / s; `mean` is d u here. With a sum of rates of zero nothing has moved, and the local momentum stays.
-    divisor = jnp.where(rates > 0, rates, 1)
-    synced = jax.tree.map(lambda u, m: jnp.where(rates > 0, -u / divisor.astype(u.dtype), m), mean, local_momentum)
-    return tree_where(decision.shared, shared, tree_where(decision.sync, synced, local_momentum))
-
-
-def _next_anchor(
-    cfg: _Config, decision: _Decision, momentum: Updates, variance: Updates, anchor: Updates, rates: Array
-) -> Updates:
-    """Returns `a - s λ a + u` after a sync."""
-    # Shared and synced momenta alike give the replicated step over all rates since the last sync.
-    step = _adam_update(cfg, momentum, variance, rates)
-
-    def move(a, u):
-        return jnp.where(decision.sync, a - cfg.weight_decay * rates.astype(a.dtype) * a + u, a)
-
-    return jax.tree.map(move, anchor, step)
-
-
-def _adam_update(cfg: _Config, momentum: Updates, variance: Updates, rate: Array) -> Updates:
-    """Returns `-η m / d`, zero for entries without any variance."""
-    steps = divide(momentum, preconditioner(variance, cfg.eps))
-    return mask_unseen(jax.tree.map(lambda m: -rate.astype(m.dtype) * m, steps), variance)
 
 
 def _narrow(tree: Updates, params: PyTree) -> list[tuple[Array, Array]]:

@@ -1,7 +1,6 @@
 """Gradients of the first layers, reduced at the start of the next step, each just before its layer's forward pass."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -128,19 +127,8 @@ def pipelined(
     value_and_grad = local_value_and_grad(loss, axis=axis, has_aux=has_aux)
     reducer = exact() if reducer is None else reducer
     check_reducer(reducer)
-    cfg = _Config(value_and_grad, with_extra_args(tx), defer, layers, reducer, axis)
-    return Pipelined(partial(_init, cfg), partial(_step, cfg), partial(_flush, cfg))
-
-
-class _Config(NamedTuple):
-    """The checked arguments of `pipelined`."""
-
-    value_and_grad: Callable[..., Any]
-    tx: optax.GradientTransformationExtraArgs
-    defer: int
-    layers: Sequence[Any] | None
-    reducer: Reducer
-    axis: AxisNames
+    made = _Pipelined(value_and_grad, with_extra_args(tx), defer, layers, reducer, axis)
+    return Pipelined(made.init, made.step, made.flush)
 
 
 class _Ownership(NamedTuple):
@@ -150,80 +138,87 @@ class _Ownership(NamedTuple):
     state: list[int | None]
 
 
-def _init(cfg: _Config, params: PyTree) -> PipelinedState:
-    opt_state = cfg.tx.init(params)
-    split, _ = _split(cfg, params, opt_state)
-    # Folded with the layer's number, so that layers draw different random numbers.
-    states = tuple(bind(fold_keys(cfg.reducer.init(part), i), cfg.axis) for i, part in enumerate(split.parts))
-    carried = tuple(bind(PerWorker(jax.tree.map(jnp.zeros_like, part)), cfg.axis) for part in split.parts[: cfg.defer])
-    return PipelinedState(params, opt_state, states, carried, jnp.array(False))
+class _Pipelined(NamedTuple):
+    """The checked arguments of `pipelined`."""
 
+    value_and_grad: Callable[..., Any]
+    tx: optax.GradientTransformationExtraArgs
+    defer: int
+    layers: Sequence[Any] | None
+    reducer: Reducer
+    axis: AxisNames
 
-def _step(cfg: _Config, state: PipelinedState, batch: PyTree, *rest: Any) -> tuple[PipelinedState, Any]:
-    if cfg.reducer.law != Law.MEAN:
-        refuse_model_axes("this reducer", "use exact(), or all_reduce(reducer, specs=) in an ordinary step")
-    # The first layers: last step's gradients. The forward pass of each layer waits only for those up to it.
-    split, owners = _split(cfg, state.params, state.opt_state)
-    state = _apply_pending(cfg, state, split, owners)
-    out, gradients = cfg.value_and_grad(state.params, batch, *rest)
-    check_local(gradients, cfg.axis)
-    # The later layers: this step's gradients, in the order in which the backward pass computes them.
-    by_layer = split_layers(gradients, cfg.layers).parts
-    late = {i: by_layer[i] for i in reversed(range(cfg.defer, len(by_layer)))}
-    means, states = _reduce_layers(cfg, late, state.reducers)
-    split = split_layers(state.params, cfg.layers)
-    params, opt_state = _update_layers(cfg.tx, means, state.opt_state, state.params, split, owners)
-    if cfg.defer:
-        # Step counts and schedules move with the first layers; the later ones are one update ahead of them.
-        opt_state = _merge(opt_state, state.opt_state, [i is None for i in owners.state])
-    carried = tuple(
-        PerWorker(gradient, axis=mark.axis, resize=mark.resize) for gradient, mark in zip(by_layer, state.carried)
-    )
-    return PipelinedState(params, opt_state, states, carried, jnp.array(cfg.defer > 0)), _mean(out, cfg.axis)
-
-
-def _flush(cfg: _Config, state: PipelinedState, batch: Any = None) -> tuple[PipelinedState, tuple[()]]:
-    del batch
-    state = _apply_pending(cfg, state, *_split(cfg, state.params, state.opt_state))
-    carried = jax.tree.map(jnp.zeros_like, state.carried)
-    return state._replace(carried=carried, pending=jnp.array(False)), ()
-
-
-def _split(cfg: _Config, params: PyTree, opt_state: State) -> tuple[LayerSplit, _Ownership]:
-    check_leaves(params)
-    split = split_layers(params, cfg.layers)
-    if cfg.defer > len(split.parts):
-        raise ValueError(
-            f"defer={cfg.defer} is more than the {len(split.parts)} layers that the parameters have: pass at most "
-            f"defer={len(split.parts)}, or a layer_fn that divides them further"
+    def init(self, params: PyTree) -> PipelinedState:
+        opt_state = self.tx.init(params)
+        split, _ = self._split(params, opt_state)
+        # Folded with the layer's number, so that layers draw different random numbers.
+        states = tuple(bind(fold_keys(self.reducer.init(part), i), self.axis) for i, part in enumerate(split.parts))
+        carried = tuple(
+            bind(PerWorker(jax.tree.map(jnp.zeros_like, part)), self.axis) for part in split.parts[: self.defer]
         )
-    return split, _find_owners(cfg.tx, params, opt_state, split)
+        return PipelinedState(params, opt_state, states, carried, jnp.array(False))
 
+    def step(self, state: PipelinedState, batch: PyTree, *rest: Any) -> tuple[PipelinedState, Any]:
+        if self.reducer.law != Law.MEAN:
+            refuse_model_axes("this reducer", "use exact(), or all_reduce(reducer, specs=) in an ordinary step")
+        # The first layers: last step's gradients. The forward pass of each layer waits only for those up to it.
+        split, owners = self._split(state.params, state.opt_state)
+        state = self._apply_pending(state, split, owners)
+        out, gradients = self.value_and_grad(state.params, batch, *rest)
+        check_local(gradients, self.axis)
+        # The later layers: this step's gradients, in the order in which the backward pass computes them.
+        by_layer = split_layers(gradients, self.layers).parts
+        late = {i: by_layer[i] for i in reversed(range(self.defer, len(by_layer)))}
+        means, states = self._reduce_layers(late, state.reducers)
+        split = split_layers(state.params, self.layers)
+        params, opt_state = _update_layers(self.tx, means, state.opt_state, state.params, split, owners)
+        if self.defer:
+            # Step counts and schedules move with the first layers; the later ones are one update ahead of them.
+            opt_state = _merge(opt_state, state.opt_state, [i is None for i in owners.state])
+        carried = tuple(
+            PerWorker(gradient, axis=mark.axis, resize=mark.resize) for gradient, mark in zip(by_layer, state.carried)
+        )
+        return PipelinedState(params, opt_state, states, carried, jnp.array(self.defer > 0)), _mean(out, self.axis)
 
-def _apply_pending(cfg: _Config, state: PipelinedState, split: LayerSplit, owners: _Ownership) -> PipelinedState:
-    """Reduces the gradients of the first layers that the previous call left, and applies them."""
-    if not cfg.defer:
-        return state
-    gradients = {i: mark.value for i, mark in enumerate(state.carried)}
-    means, states = _reduce_layers(cfg, gradients, state.reducers)
-    # p_i <- p_i + tx(mean(g_i))
-    params, opt_state = _update_layers(cfg.tx, means, state.opt_state, state.params, split, owners)
-    return tree_where(state.pending, state._replace(params=params, opt_state=opt_state, reducers=states), state)
+    def flush(self, state: PipelinedState, batch: Any = None) -> tuple[PipelinedState, tuple[()]]:
+        del batch
+        state = self._apply_pending(state, *self._split(state.params, state.opt_state))
+        carried = jax.tree.map(jnp.zeros_like, state.carried)
+        return state._replace(carried=carried, pending=jnp.array(False)), ()
 
+    def _split(self, params: PyTree, opt_state: State) -> tuple[LayerSplit, _Ownership]:
+        check_leaves(params)
+        split = split_layers(params, self.layers)
+        if self.defer > len(split.parts):
+            raise ValueError(
+                f"defer={self.defer} is more than the {len(split.parts)} layers that the parameters have: pass at most "
+                f"defer={len(split.parts)}, or a layer_fn that divides them further"
+            )
+        return split, _find_owners(self.tx, params, opt_state, split)
 
-def _reduce_layers(
-    cfg: _Config, gradients: dict[int, PyTree], old_states: tuple[State, ...]
-) -> tuple[list[PyTree | None], tuple[State, ...]]:
-    """Reduces the gradients of layers one after the other, in the order of the dict, with `None` for other layers."""
-    comm = over(cfg.axis)
-    means: list[PyTree | None] = [None] * len(old_states)
-    states, previous = list(old_states), ()
-    for i, gradient in gradients.items():
-        with jax.named_scope(f"layer_{i}"):
-            # Each waits for the one before: compilers merge collectives that are independent.
-            reduced, states[i] = cfg.reducer.reduce(after(gradient, previous), states[i], comm)
-        means[i] = previous = reduced.mean
-    return means, tuple(states)
+    def _apply_pending(self, state: PipelinedState, split: LayerSplit, owners: _Ownership) -> PipelinedState:
+        """Reduces the gradients of the first layers that the previous call left, and applies them."""
+        if not self.defer:
+            return state
+        gradients = {i: mark.value for i, mark in enumerate(state.carried)}
+        means, states = self._reduce_layers(gradients, state.reducers)
+        # p_i <- p_i + tx(mean(g_i))
+        params, opt_state = _update_layers(self.tx, means, state.opt_state, state.params, split, owners)
+        return tree_where(state.pending, state._replace(params=params, opt_state=opt_state, reducers=states), state)
+
+    def _reduce_layers(
+        self, gradients: dict[int, PyTree], old_states: tuple[State, ...]
+    ) -> tuple[list[PyTree | None], tuple[State, ...]]:
+        """Reduces the gradients of layers one by one, in the order of the dict, with `None` for other layers."""
+        comm = over(self.axis)
+        means: list[PyTree | None] = [None] * len(old_states)
+        states, previous = list(old_states), ()
+        for i, gradient in gradients.items():
+            with jax.named_scope(f"layer_{i}"):
+                # Each waits for the one before: compilers merge collectives that are independent.
+                reduced, states[i] = self.reducer.reduce(after(gradient, previous), states[i], comm)
+            means[i] = previous = reduced.mean
+        return means, tuple(states)
 
 
 def _mean(out: Any, axis: AxisNames) -> Any:

@@ -173,8 +173,8 @@ def wavelet(
         return partial(_check_and_run, model, partial(_pair_value_and_grad, model, passes, axis))
     if tx is None:
         raise ValueError('mode="rolling" updates parameters: pass tx, optax.chain(all_reduce(exact()), optax.sgd(0.1))')
-    cfg = _Config(model, passes, with_extra_args(tx), axis, mean)
-    return Wavelet(partial(_init, cfg), partial(_step, cfg), partial(_flush, cfg))
+    made = _Wavelet(model, passes, with_extra_args(tx), axis, mean)
+    return Wavelet(made.init, made.step, made.flush)
 
 
 def _check_and_run(
@@ -216,16 +216,6 @@ def _pair_value_and_grad(
     return sum(losses[1:], losses[0]) / len(waves), mean
 
 
-class _Config(NamedTuple):
-    """The arguments of `mode="rolling"`; gradients of `passes` are means over workers already, by `mean`."""
-
-    model: WaveModel
-    passes: LoopPasses | SequencePasses
-    tx: optax.GradientTransformationExtraArgs
-    axis: AxisNames
-    mean: Mean
-
-
 def _layer_mean(reducer: Reducer, axis: AxisNames) -> Mean:
     """Returns the mean over workers by a reducer without state."""
     check_reducer(reducer)
@@ -241,61 +231,69 @@ def _layer_mean(reducer: Reducer, axis: AxisNames) -> Mean:
     return mean
 
 
-def _init(cfg: _Config, params: PyTree, batch: PyTree) -> WaveletState:
-    cfg.model.check(params, batch)
+class _Wavelet(NamedTuple):
+    """The arguments of `mode="rolling"`; gradients of `passes` are means over workers already, by `mean`."""
 
-    def forward(params, batch):
-        x, slots = cfg.passes.forward(params.layers, to_varying(cfg.model.embed(params.embed, batch), cfg.axis))
-        return slots, floating(x)
+    model: WaveModel
+    passes: LoopPasses | SequencePasses
+    tx: optax.GradientTransformationExtraArgs
+    axis: AxisNames
+    mean: Mean
 
-    slots, gradient = jax.eval_shape(forward, params, batch)
-    wave = Wave(*(_mark(jax.tree.map(_zeros, part), cfg.axis) for part in (slots, gradient, params.head, batch)))
-    # The stash is a copy, since a donated state must not contain an array twice.
-    stash = jax.tree.map(jnp.copy, params)
-    return WaveletState(params, stash, cfg.tx.init(params), wave, jnp.zeros((), bool), jnp.zeros((), bool))
+    def init(self, params: PyTree, batch: PyTree) -> WaveletState:
+        self.model.check(params, batch)
 
+        def forward(params, batch):
+            x, slots = self.passes.forward(params.layers, to_varying(self.model.embed(params.embed, batch), self.axis))
+            return slots, floating(x)
 
-def _step(cfg: _Config, state: WaveletState, batch: PyTree, **extra_args: Any) -> tuple[WaveletState, Array]:
-    cfg.model.check(state.params, batch)
-    wave = _unmark(state.wave)
-    _check_batch(batch, wave.batch)
-    old, new, batch, wave = to_varying((state.stash, state.params, batch, wave), cfg.axis)
-    # The wave under way goes backward with the parameters of its forward pass, the new one forward with the newest.
-    x = to_varying(cfg.model.embed(new.embed, batch), cfg.axis)
-    layers, g, x, slots = cfg.passes.both(old.layers, new.layers, wave.slots, state.flipped, wave.gradient, x, None)
-    params, opt_state = _apply_wave(cfg, state, layers, g, extra_args)
-    loss, head, gradient = cfg.model.loss_and_gradients(new.head, x, batch)
-    next_wave = Wave(*(_mark(part, cfg.axis) for part in (slots, gradient, head, batch)))
-    return WaveletState(params, state.params, opt_state, next_wave, jnp.ones((), bool), ~state.flipped), loss
+        slots, gradient = jax.eval_shape(forward, params, batch)
+        wave = Wave(*(_mark(jax.tree.map(_zeros, part), self.axis) for part in (slots, gradient, params.head, batch)))
+        # The stash is a copy, since a donated state must not contain an array twice.
+        stash = jax.tree.map(jnp.copy, params)
+        return WaveletState(params, stash, self.tx.init(params), wave, jnp.zeros((), bool), jnp.zeros((), bool))
 
-
-def _flush(cfg: _Config, state: WaveletState, **extra_args: Any) -> WaveletState:
-    old, wave = to_varying((state.stash, _unmark(state.wave)), cfg.axis)
-    layers, g = cfg.passes.backward(old.layers, wave.slots, state.flipped, wave.gradient, None)
-    params, opt_state = _apply_wave(cfg, state, layers, g, extra_args)
-    return state._replace(params=params, opt_state=opt_state, pending=jnp.zeros((), bool))
-
-
-def _apply_wave(
-    cfg: _Config, state: WaveletState, layers: PyTree, g: Gradient, extra_args: dict[str, Any]
-) -> tuple[PyTree, State]:
-    """Returns parameters and optimizer state after the update by the wave under way, unchanged if there is none.
-
-    `layers` are the gradients of the layers, `g` the gradient by the first layer's input.
-    """
-    if given := sorted({"examples", "active"} & set(extra_args)):
-        raise ValueError(
-            f"{given[0]}= of this call would weight the gradient of the previous wave: weight the loss of each "
-            'worker, or use mode="pair"'
+    def step(self, state: WaveletState, batch: PyTree, **extra_args: Any) -> tuple[WaveletState, Array]:
+        self.model.check(state.params, batch)
+        wave = _unmark(state.wave)
+        _check_batch(batch, wave.batch)
+        old, new, batch, wave = to_varying((state.stash, state.params, batch, wave), self.axis)
+        # The wave under way goes backward with the parameters of its forward pass, the new one forward with the newest.
+        x = to_varying(self.model.embed(new.embed, batch), self.axis)
+        layers, g, x, slots = self.passes.both(
+            old.layers, new.layers, wave.slots, state.flipped, wave.gradient, x, None
         )
-    wave = _unmark(state.wave)
-    embed = cfg.model.embed_gradient(to_varying(state.stash.embed, cfg.axis), wave.batch, g)
-    embed, head = cfg.mean((embed, wave.head))
-    gradients = state.params._replace(embed=embed, layers=layers, head=head)
-    # θ[w+1] = θ[w] + U(g[w-1](θ[w-1])): the gradient is that of the stash, the update that of the newest parameters.
-    updates, opt_state = cfg.tx.update(gradients, state.opt_state, state.params, **extra_args)
-    new = optax.apply_updates(state.params, updates), opt_state
-    return tree_where(state.pending, new, (state.params, state.opt_state))
+        params, opt_state = self._apply_wave(state, layers, g, extra_args)
+        loss, head, gradient = self.model.loss_and_gradients(new.head, x, batch)
+        next_wave = Wave(*(_mark(part, self.axis) for part in (slots, gradient, head, batch)))
+        return WaveletState(params, state.params, opt_state, next_wave, jnp.ones((), bool), ~state.flipped), loss
+
+    def flush(self, state: WaveletState, **extra_args: Any) -> WaveletState:
+        old, wave = to_varying((state.stash, _unmark(state.wave)), self.axis)
+        layers, g = self.passes.backward(old.layers, wave.slots, state.flipped, wave.gradient, None)
+        params, opt_state = self._apply_wave(state, layers, g, extra_args)
+        return state._replace(params=params, opt_state=opt_state, pending=jnp.zeros((), bool))
+
+    def _apply_wave(
+        self, state: WaveletState, layers: PyTree, g: Gradient, extra_args: dict[str, Any]
+    ) -> tuple[PyTree, State]:
+        """Returns parameters and optimizer state after the update by the wave under way, unchanged if there is none.
+
+        `layers` are the gradients of the layers, `g` the gradient by the first layer's input.
+        """
+        if given := sorted({"examples", "active"} & set(extra_args)):
+            raise ValueError(
+                f"{given[0]}= of this call would weight the gradient of the previous wave: weight the loss of each "
+                'worker, or use mode="pair"'
+            )
+        wave = _unmark(state.wave)
+        embed = self.model.embed_gradient(to_varying(state.stash.embed, self.axis), wave.batch, g)
+        embed, head = self.mean((embed, wave.head))
+        gradients = state.params._replace(embed=embed, layers=layers, head=head)
+        # θ[w+1] = θ[w] + U(g[w-1](θ[w-1])): the gradient of the stash, the update of the newest parameters.
+        updates, opt_state = self.tx.update(gradients, state.opt_state, state.params, **extra_args)
+        new = optax.apply_updates(state.params, updates), opt_state
+        return tree_where(state.pending, new, (state.params, state.opt_state))
 
 
 def _mark(tree: PyTree, axis: AxisNames) -> PyTree:

@@ -1,7 +1,6 @@
 """Buckets of leaves, each reduced by a collective of its own, as in PyTorch's DDP."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -67,63 +66,55 @@ def bucketed(
     assign_buckets([], bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
     if flat:
         check_parts("bucketed() makes one vector of the leaves of a bucket, unless flat=False", reducer)
-    return _make_bucketed(_BucketConfig(reducer, bucket_bytes, first_bucket_bytes, flat, layers))
+    return _Bucketed(reducer, bucket_bytes, first_bucket_bytes, flat, layers).as_reducer()
 
 
-class _BucketConfig(NamedTuple):
+class _Bucketed(NamedTuple):
     reducer: Reducer
     bucket_bytes: int
     first_bucket_bytes: int | None
     flat: bool
     layers: Sequence[Any] | None
 
+    def as_reducer(self) -> Reducer:
+        forms = forward_forms(lambda inner: self._replace(reducer=inner).as_reducer(), self.reducer, shards=False)
+        return Reducer(for_real_numbers(self.init), self.reduce, weakest(self.reducer), forms)
 
-def _make_bucketed(cfg: _BucketConfig) -> Reducer:
-    forms = forward_forms(lambda inner: _make_bucketed(cfg._replace(reducer=inner)), cfg.reducer, shards=False)
-    return Reducer(
-        for_real_numbers(partial(_init_buckets, cfg)), partial(_reduce_buckets, cfg), weakest(cfg.reducer), forms
-    )
+    def init(self, like: PyTree[Like]) -> State:
+        if is_map_params_placeholder(like):
+            return 0
+        leaves, structure = jax.tree.flatten(like)
+        buckets = self._assign(like)
+        if self.flat:
+            return init_parts(self.reducer, [vector_likes([leaves[i] for i in members])[0] for members in buckets])
+        return init_parts(self.reducer, [select_part(leaves, structure, members) for members in buckets])
 
+    def reduce(self, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
+        leaves, structure = jax.tree.flatten(updates)
+        buckets = self._assign(updates)
+        # All buckets are made before any is reduced: their arrays are concatenated outside of the collectives.
+        if self.flat:
+            parts = [concatenate([leaves[i] for i in members]) for members in buckets]
+        else:
+            parts = [select_part(leaves, structure, members) for members in buckets]
+        reduced, state = reduce_parts(self.reducer, parts, state, comm, extras)
+        means, owns = list(leaves), list(leaves)
+        for members, done in zip(buckets, reduced, strict=True):
+            likes = [leaves[i] for i in members]
+            for out, part in ((means, done.mean), (owns, done.own)):
+                inside = from_vectors([part], likes) if self.flat else jax.tree.leaves(part)
+                for i, leaf in zip(members, inside, strict=True):
+                    out[i] = leaf
+        return Reduced(structure.unflatten(means), structure.unflatten(owns)), state
 
-def _init_buckets(cfg: _BucketConfig, like: PyTree[Like]) -> State:
-    if is_map_params_placeholder(like):
-        return 0
-    leaves, structure = jax.tree.flatten(like)
-    buckets = _assign(cfg, like)
-    if cfg.flat:
-        return init_parts(cfg.reducer, [vector_likes([leaves[i] for i in members])[0] for members in buckets])
-    return init_parts(cfg.reducer, [select_part(leaves, structure, members) for members in buckets])
-
-
-def _reduce_buckets(
-    cfg: _BucketConfig, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
-) -> Result:
-    leaves, structure = jax.tree.flatten(updates)
-    buckets = _assign(cfg, updates)
-    # All buckets are made before any is reduced: their arrays are concatenated outside of the collectives.
-    if cfg.flat:
-        parts = [concatenate([leaves[i] for i in members]) for members in buckets]
-    else:
-        parts = [select_part(leaves, structure, members) for members in buckets]
-    reduced, state = reduce_parts(cfg.reducer, parts, state, comm, extras)
-    means, owns = list(leaves), list(leaves)
-    for members, done in zip(buckets, reduced, strict=True):
-        likes = [leaves[i] for i in members]
-        for out, part in ((means, done.mean), (owns, done.own)):
-            inside = from_vectors([part], likes) if cfg.flat else jax.tree.leaves(part)
-            for i, leaf in zip(members, inside, strict=True):
-                out[i] = leaf
-    return Reduced(structure.unflatten(means), structure.unflatten(owns)), state
-
-
-def _assign(cfg: _BucketConfig, tree: PyTree[Like]) -> list[list[int]]:
-    leaves, positions = jax.tree.leaves(tree), forward_positions(tree, cfg.layers)
-    buckets = assign_buckets(
-        [leaves[i].size * leaves[i].dtype.itemsize for i in positions],
-        bucket_bytes=cfg.bucket_bytes,
-        first_bucket_bytes=cfg.first_bucket_bytes,
-        kinds=[leaves[i].dtype for i in positions],
-    )
-    members = [[positions[k] for k in bucket] for bucket in buckets]
-    # Buckets that stay trees have their leaves in the order of the tree, and so has their part of the state.
-    return members if cfg.flat else [sorted(bucket) for bucket in members]
+    def _assign(self, tree: PyTree[Like]) -> list[list[int]]:
+        leaves, positions = jax.tree.leaves(tree), forward_positions(tree, self.layers)
+        buckets = assign_buckets(
+            [leaves[i].size * leaves[i].dtype.itemsize for i in positions],
+            bucket_bytes=self.bucket_bytes,
+            first_bucket_bytes=self.first_bucket_bytes,
+            kinds=[leaves[i].dtype for i in positions],
+        )
+        members = [[positions[k] for k in bucket] for bucket in buckets]
+        # Buckets that stay trees have their leaves in the order of the tree, and so has their part of the state.
+        return members if self.flat else [sorted(bucket) for bucket in members]

@@ -121,73 +121,70 @@ def critical_regime(
         raise ValueError(f"eta must not be negative, got {eta}")
     if not 0 <= fall <= 1:
         raise ValueError(f"fall must be in [0, 1], got {fall}")
-    cfg = _Config(epoch_steps, interval_steps, eta, schedule, fall)
-    return CriticalRegime(partial(_init, cfg), partial(_before, cfg), partial(_after, cfg))
+    reducer = _CriticalRegime(epoch_steps, interval_steps, eta, schedule, fall)
+    return CriticalRegime(reducer.init, reducer.before, reducer.after)
 
 
-class _Config(NamedTuple):
+class _CriticalRegime(NamedTuple):
     epoch_steps: int
     interval_steps: int
     eta: float | int
     schedule: Schedule | None
     fall: float | int
 
+    def init(self, like: PyTree[Like]) -> CriticalRegimeState:
+        if self.schedule is not None and _falls_all_the_time(self.schedule, self.fall):
+            warnings.warn(
+                f"the rates of schedule= fall by more than fall={self.fall} step after step, so that every step is "
+                "critical and reduced with low compression: raise fall=, or use fall=1, which ignores the rates",
+                stacklevel=2,
+            )
+        total = jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), like)
+        # Separate buffers: states may be donated.
+        norm, learning_rate = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+        return CriticalRegimeState(jnp.zeros((), jnp.int32), total, norm, jnp.ones((), bool), learning_rate)
 
-def _init(cfg: _Config, like: PyTree[Like]) -> CriticalRegimeState:
-    if cfg.schedule is not None and _falls_all_the_time(cfg.schedule, cfg.fall):
-        warnings.warn(
-            f"the rates of schedule= fall by more than fall={cfg.fall} step after step, so that every step is critical "
-            "and reduced with low compression: raise fall=, or use fall=1, which ignores the rates",
-            stacklevel=2,
+    def before(self, state: CriticalRegimeState, learning_rate: Any = None) -> CriticalRegimeState:
+        if self.schedule is not None:
+            learning_rate = self.schedule(state.count)
+        if learning_rate is None:
+            return state
+        rate = jnp.asarray(learning_rate, jnp.float32)
+        # Deviation: in the paper any decrease is critical, which a cosine has in all steps.
+        fell = rate < (1 - self.fall) * state.learning_rate
+        return state._replace(critical=state.critical | fell, learning_rate=rate)
+
+    def after(
+        self, state: CriticalRegimeState, gradient: Updates, own: Updates | None = None, comm: Comm | None = None
+    ) -> CriticalRegimeState:
+        comm = comms.alone() if comm is None else comm
+        own = gradient if own is None else own
+        position = state.count % self.interval_steps
+        # A saturated count keeps its verdict.
+        is_counting = state.count < _LAST
+        is_last = position == self.interval_steps - 1
+
+        def judge(comm, total, norm, critical):
+            # The whole gradient of the last step: what it leaves behind is part of the sum Σ g.
+            epoch = jax.tree.map(lambda a, x: a + x.astype(a.dtype), total, gradient)
+            new = comm.mean(tree_norm(epoch)) / self.epoch_steps
+            # | |A'| - |A| | < η |A'|, negated so that a norm of NaN is critical too.
+            return new, ~(jnp.abs(norm - new) < self.eta * norm)
+
+        def keep(comm, total, norm, critical):
+            return norm, critical
+
+        ends = is_counting & (position == self.epoch_steps - 1)
+        norm, critical = comms.cond(ends, judge, keep, comm, state.total, state.norm, state.critical)
+        # Outside of an epoch gradients are not added, which saves a pass over them.
+        total = lax.cond(
+            is_counting & ((position < self.epoch_steps) | is_last),
+            lambda total: jax.tree.map(partial(_add_gradient, is_last), total, gradient, own),
+            lambda total: total,
+            state.total,
         )
-    total = jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), like)
-    # Separate buffers: states may be donated.
-    norm, learning_rate = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    return CriticalRegimeState(jnp.zeros((), jnp.int32), total, norm, jnp.ones((), bool), learning_rate)
-
-
-def _before(cfg: _Config, state: CriticalRegimeState, learning_rate: Any = None) -> CriticalRegimeState:
-    if cfg.schedule is not None:
-        learning_rate = cfg.schedule(state.count)
-    if learning_rate is None:
-        return state
-    rate = jnp.asarray(learning_rate, jnp.float32)
-    # Deviation: in the paper any decrease is critical, which a cosine has in all steps.
-    fell = rate < (1 - cfg.fall) * state.learning_rate
-    return state._replace(critical=state.critical | fell, learning_rate=rate)
-
-
-def _after(
-    cfg: _Config, state: CriticalRegimeState, gradient: Updates, own: Updates | None = None, comm: Comm | None = None
-) -> CriticalRegimeState:
-    comm = comms.alone() if comm is None else comm
-    own = gradient if own is None else own
-    position = state.count % cfg.interval_steps
-    # A saturated count keeps its verdict.
-    is_counting = state.count < _LAST
-    is_last = position == cfg.interval_steps - 1
-
-    def judge(comm, total, norm, critical):
-        # The whole gradient of the last step: what it leaves behind is part of the sum Σ g.
-        epoch = jax.tree.map(lambda a, x: a + x.astype(a.dtype), total, gradient)
-        new = comm.mean(tree_norm(epoch)) / cfg.epoch_steps
-        # | |A'| - |A| | < η |A'|, negated so that a norm of NaN is critical too.
-        return new, ~(jnp.abs(norm - new) < cfg.eta * norm)
-
-    def keep(comm, total, norm, critical):
-        return norm, critical
-
-    ends = is_counting & (position == cfg.epoch_steps - 1)
-    norm, critical = comms.cond(ends, judge, keep, comm, state.total, state.norm, state.critical)
-    # Outside of an epoch gradients are not added, which saves a pass over them.
-    total = lax.cond(
-        is_counting & ((position < cfg.epoch_steps) | is_last),
-        lambda total: jax.tree.map(partial(_add_gradient, is_last), total, gradient, own),
-        lambda total: total,
-        state.total,
-    )
-    count = jnp.where(is_counting, state.count + 1, state.count)
-    return CriticalRegimeState(count, total, norm, critical, state.learning_rate)
+        count = jnp.where(is_counting, state.count + 1, state.count)
+        return CriticalRegimeState(count, total, norm, critical, state.learning_rate)
 
 
 def _add_gradient(is_last: Array, total: Array, x: Array, own: Array) -> Array:

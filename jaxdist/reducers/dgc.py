@@ -94,17 +94,17 @@ def dgc(
         raise ValueError(f"warmup_densities must fall, to density={density} at last, got {list(warmup_densities)}")
     stages = [compressed(top_k(part, method=method)) for part in densities]
     ends = [warmup_steps * (i + 1) // len(warmup_densities) for i in range(len(warmup_densities))]
-    cfg = _Config(stages, ends, momentum, nesterov, clip_norm, masking)
+    reducer = _DGC(stages, ends, momentum, nesterov, clip_norm, masking)
     forms = Forms(
         no_feedback="dgc keeps what it does not send, with its momentum; use it without error feedback",
         no_parts=None if clip_norm is None else "dgc clips by the norm of all leaves; leave clip_norm= out",
     )
     if not warmup_steps:
-        return from_generator("dgc", partial(_init, cfg), partial(_messages, cfg, stages[0]), forms=forms)
-    return Reducer(for_real_numbers(partial(_init, cfg)), partial(_reduce, cfg), forms=forms)
+        return from_generator("dgc", reducer.init, partial(reducer.messages, stages[0]), forms=forms)
+    return Reducer(for_real_numbers(reducer.init), reducer.reduce, forms=forms)
 
 
-class _Config(NamedTuple):
+class _DGC(NamedTuple):
     """`stages`: the reducers of the warm-up and the last one; `ends`: the steps at which those of the warm-up end."""
 
     stages: list[Reducer]
@@ -114,64 +114,59 @@ class _Config(NamedTuple):
     clip_norm: float | int | None
     masking: bool
 
+    def init(self, like: PyTree[Like]) -> DGCState:
+        # Separate buffers: states may be donated.
+        u, v = (jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, working_dtype(leaf.dtype)), like) for _ in range(2))
+        return DGCState(self.stages[0].init(jax.tree.map(widen_like, like)), PerWorker(u), PerWorker(v))
 
-def _init(cfg: _Config, like: PyTree[Like]) -> DGCState:
-    # Separate buffers: states may be donated.
-    u, v = (jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, working_dtype(leaf.dtype)), like) for _ in range(2))
-    return DGCState(cfg.stages[0].init(jax.tree.map(widen_like, like)), PerWorker(u), PerWorker(v))
+    def messages(
+        self, stage: Reducer, updates: Updates, state: DGCState, comm: Comm, extras: Extras = NO_EXTRAS
+    ) -> Protocol:
+        u, v = self._accumulate(updates, state, comm)
+        absent = is_absent(extras)
+        v = zero_where(absent, v)
+        reduced, inner = yield from as_generator(stage, v, state.reducer, comm, extras)
+        # v = v - own: what was sent is v itself, bit for bit, so the difference is zero there.
+        v = jax.tree.map(jnp.subtract, v, reduced.own)
+        if self.masking:
+            # An entry of zero counts as not sent.
+            u = jax.tree.map(lambda u, own: jnp.where(own != 0, 0.0, u), u, reduced.own)
+        if absent is not None:
+            # A worker that takes no part keeps both as they are.
+            u, v = (tree_where(absent, old.value, new) for old, new in ((state.momentum, u), (state.unsent, v)))
+        state = DGCState(inner, with_value(state.momentum, u), with_value(state.unsent, v))
+        return Reduced(cast_like(reduced.mean, updates), reduced.own), state
 
+    def _accumulate(self, updates: Updates, state: DGCState, comm: Comm) -> tuple[Updates, Updates]:
+        """The momentum `u` and the unsent sum `v` with the gradient of this step."""
+        m, u, v = self.momentum, state.momentum.value, state.unsent.value
+        gradients = jax.tree.map(lambda x, u: x.astype(u.dtype), updates, u)
+        if self.clip_norm is not None:
+            # Each worker clips by 1/√W of the norm: independent gradients of W workers add up to it.
+            gradients = _clip(gradients, self.clip_norm / math.sqrt(comm.size))
+        if self.nesterov:
+            # u = m (u + g), v = v + u + g
+            u = jax.tree.map(lambda u, g: m * (u + g), u, gradients)
+            return u, jax.tree.map(lambda v, u, g: v + u + g, v, u, gradients)
+        # u = m u + g, v = v + u
+        u = jax.tree.map(lambda u, g: m * u + g, u, gradients)
+        return u, jax.tree.map(jnp.add, v, u)
 
-def _messages(
-    cfg: _Config, stage: Reducer, updates: Updates, state: DGCState, comm: Comm, extras: Extras = NO_EXTRAS
-) -> Protocol:
-    u, v = _accumulate(cfg, updates, state, comm)
-    absent = is_absent(extras)
-    v = zero_where(absent, v)
-    reduced, inner = yield from as_generator(stage, v, state.reducer, comm, extras)
-    # v = v - own: what was sent is v itself, bit for bit, so the difference is zero there.
-    v = jax.tree.map(jnp.subtract, v, reduced.own)
-    if cfg.masking:
-        # An entry of zero counts as not sent.
-        u = jax.tree.map(lambda u, own: jnp.where(own != 0, 0.0, u), u, reduced.own)
-    if absent is not None:
-        # A worker that takes no part keeps both as they are.
-        u, v = (tree_where(absent, old.value, new) for old, new in ((state.momentum, u), (state.unsent, v)))
-    state = DGCState(inner, with_value(state.momentum, u), with_value(state.unsent, v))
-    return Reduced(cast_like(reduced.mean, updates), reduced.own), state
+    def reduce(self, updates: Updates, state: DGCState, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
+        with jax.named_scope("dgc"):
+            return self._reduce_from(extras, 0, comm, updates, state)
 
+    def _reduce_from(self, extras: Extras, number: int, comm: Comm, updates: Updates, state: DGCState) -> Result:
+        """Reduces with the stage that is due, one from this number on."""
 
-def _accumulate(cfg: _Config, updates: Updates, state: DGCState, comm: Comm) -> tuple[Updates, Updates]:
-    """The momentum `u` and the unsent sum `v` with the gradient of this step."""
-    m, u, v = cfg.momentum, state.momentum.value, state.unsent.value
-    gradients = jax.tree.map(lambda x, u: x.astype(u.dtype), updates, u)
-    if cfg.clip_norm is not None:
-        # Each worker clips by 1/√W of the norm: independent gradients of W workers add up to it.
-        gradients = _clip(gradients, cfg.clip_norm / math.sqrt(comm.size))
-    if cfg.nesterov:
-        # u = m (u + g), v = v + u + g
-        u = jax.tree.map(lambda u, g: m * (u + g), u, gradients)
-        return u, jax.tree.map(lambda v, u, g: v + u + g, v, u, gradients)
-    # u = m u + g, v = v + u
-    u = jax.tree.map(lambda u, g: m * u + g, u, gradients)
-    return u, jax.tree.map(jnp.add, v, u)
+        def reduce_now(comm, updates, state):
+            return run(self.messages(self.stages[number], updates, state, comm, extras), comm)
 
-
-def _reduce(cfg: _Config, updates: Updates, state: DGCState, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
-    with jax.named_scope("dgc"):
-        return _reduce_from(cfg, extras, 0, comm, updates, state)
-
-
-def _reduce_from(cfg: _Config, extras: Extras, number: int, comm: Comm, updates: Updates, state: DGCState) -> Result:
-    """Reduces with the stage that is due, one from this number on."""
-
-    def reduce_now(comm, updates, state):
-        return run(_messages(cfg, cfg.stages[number], updates, state, comm, extras), comm)
-
-    if number == len(cfg.ends):
-        return reduce_now(comm, updates, state)
-    # A payload has a static size, so every density of the warm-up is a branch of the program.
-    is_due = state.reducer.count < cfg.ends[number]
-    return comms.cond(is_due, reduce_now, partial(_reduce_from, cfg, extras, number + 1), comm, updates, state)
+        if number == len(self.ends):
+            return reduce_now(comm, updates, state)
+        # A payload has a static size, so every density of the warm-up is a branch of the program.
+        is_due = state.reducer.count < self.ends[number]
+        return comms.cond(is_due, reduce_now, partial(self._reduce_from, extras, number + 1), comm, updates, state)
 
 
 def _clip(gradients: PyTree, norm: float) -> PyTree:

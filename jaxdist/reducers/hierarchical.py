@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -80,23 +79,11 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
         )
     if outer.forms.no_parts is not None:
         raise ValueError(f"hierarchical(outer=...) gives each chip a part of flat vectors: {outer.forms.no_parts}")
-    cfg = _Config(inner, outer, inner.law == Law.MEAN)
-    shards = partial(_shards, cfg) if outer.forms.shards else None
-    biased, no_examples = least_contraction(inner, outer), _no_examples(cfg)
+    reducer = _Hierarchical(inner, outer, inner.law == Law.MEAN)
+    shards = reducer.shards if outer.forms.shards else None
+    biased, no_examples = least_contraction(inner, outer), reducer.no_examples()
     forms = Forms(shards=shards, no_feedback=_no_feedback(inner, outer), biased=biased, no_examples=no_examples)
-    return Reducer(for_real_numbers(partial(_init, cfg)), partial(_reduce, cfg), weakest(outer), forms)
-
-
-class _Config(NamedTuple):
-    """`stateless`: `inner` is the mean, without state, so the state is that of `outer` alone."""
-
-    inner: Reducer
-    outer: Reducer
-    stateless: bool
-
-    @property
-    def multiple(self) -> int:
-        return 1 if self.stateless else MULTIPLE
+    return Reducer(for_real_numbers(reducer.init), reducer.reduce, weakest(outer), forms)
 
 
 def _no_feedback(inner: Reducer, outer: Reducer) -> str:
@@ -111,81 +98,87 @@ def _no_feedback(inner: Reducer, outer: Reducer) -> str:
     )
 
 
-def _no_examples(cfg: _Config) -> str | None:
-    # A pod has no number of examples: a reducer that weights by them cannot be between pods.
-    between_pods = MIXED_WEIGHTS if cfg.outer.forms.weighted else cfg.outer.forms.no_examples
-    return cfg.inner.forms.no_examples if between_pods is None else between_pods
+class _Hierarchical(NamedTuple):
+    """`stateless`: `inner` is the mean, without state, so the state is that of `outer` alone."""
 
+    inner: Reducer
+    outer: Reducer
+    stateless: bool
 
-def _init(cfg: _Config, like: PyTree[Like]) -> State:
-    if is_map_params_placeholder(like):
-        return 0
-    likes = vector_likes(jax.tree.leaves(like))
-    outer_state = cfg.outer.init(likes)
-    _check_single_level(outer_state)
-    outer_state = _mark(outer_state, _find_vectors(cfg.outer, outer_state, likes), cfg.multiple)
-    return outer_state if cfg.stateless else (shards_of(cfg.inner).init(likes), outer_state)
+    @property
+    def multiple(self) -> int:
+        return 1 if self.stateless else MULTIPLE
 
+    def no_examples(self) -> str | None:
+        # A pod has no number of examples: a reducer that weights by them cannot be between pods.
+        between_pods = MIXED_WEIGHTS if self.outer.forms.weighted else self.outer.forms.no_examples
+        return self.inner.forms.no_examples if between_pods is None else between_pods
 
-def _reduce(cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
-    fast, slow = _levels(comm)
-    leaves, structure = jax.tree.flatten(updates)
-    flats = vectors(leaves)
-    # Reduce-scatter over the fast axis: each worker owns a shard of the mean of its pod.
-    if cfg.stateless:
-        inner_state, outer_state = None, state
-        padded = [jnp.pad(flat, (0, -flat.size % fast.size)) for flat in flats]
-        chunks = [fast.reduce_scatter_mean(flat.reshape(fast.size, -1)) for flat in padded]
-    else:
+    def init(self, like: PyTree[Like]) -> State:
+        if is_map_params_placeholder(like):
+            return 0
+        likes = vector_likes(jax.tree.leaves(like))
+        outer_state = self.outer.init(likes)
+        _check_single_level(outer_state)
+        outer_state = _mark(outer_state, _find_vectors(self.outer, outer_state, likes), self.multiple)
+        return outer_state if self.stateless else (shards_of(self.inner).init(likes), outer_state)
+
+    def reduce(self, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
+        fast, slow = _levels(comm)
+        leaves, structure = jax.tree.flatten(updates)
+        flats = vectors(leaves)
+        # Reduce-scatter over the fast axis: each worker owns a shard of the mean of its pod.
+        if self.stateless:
+            inner_state, outer_state = None, state
+            padded = [jnp.pad(flat, (0, -flat.size % fast.size)) for flat in flats]
+            chunks = [fast.reduce_scatter_mean(flat.reshape(fast.size, -1)) for flat in padded]
+        else:
+            inner_state, outer_state = state
+            chunks, inner_state = _reduce_in_pods(shards_of(self.inner), flats, inner_state, fast, slow, extras)
+        # Reduce the shards over the slow axes. The outer reducer gets its state with its own marks alone, not with
+        # those of `_mark`, so the tree is built anew from the leaves.
+        structure_of_outer = jax.tree.structure(jax.eval_shape(self.outer.init, vector_likes(leaves)))
+        unmarked = structure_of_outer.unflatten(jax.tree.leaves(outer_state))
+        start = len(slow.ledger or ())
+        reduced, new = run(as_generator(self.outer, chunks, unmarked, slow, _of_pod(extras)), slow)
+        _average_sent(slow.ledger, start, fast)
+        new = jax.tree.structure(outer_state).unflatten(jax.tree.leaves(new))
+
+        # Gather the shards over the fast axis.
+        def gather(shards):
+            return structure.unflatten(from_vectors([fast.all_gather(shard).ravel() for shard in shards], leaves))
+
+        ledger: list[Sent] = [] if fast.ledger is None else fast.ledger
+        mean, counted = gather(reduced.mean), len(ledger)
+        own = gather(reduced.own)
+        ledger[counted:] = [SentForOwn(*sent) for sent in ledger[counted:]]
+        return Reduced(mean, comm.varying(own)), new if self.stateless else (inner_state, new)
+
+    def shards(self, groups: int) -> Reducer:
+        # No use for `groups`: as `inner=` of another hierarchical reducer it gets one level, which `_levels` refuses.
+        forms = Forms(no_examples=self.no_examples())
+        return Reducer(self._init_shards, self._reduce_to_shards, Law.NONE, forms)
+
+    def _init_shards(self, like: PyTree[Like]) -> State:
+        if is_map_params_placeholder(like):
+            return 0
+        flat = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((math.prod(leaf.shape),), leaf.dtype), like)
+        outer_state = shards_of(self.outer).init(flat)
+        if any(map(is_mark, jax.tree.leaves(outer_state, is_leaf=is_mark))):
+            raise ValueError(
+                "the reduce-scatter form of hierarchical() cannot store what outer= keeps of each shard: put error "
+                "feedback around inner=, or use an unbiased compressor for outer=, two_shot(qsgd(4))"
+            )
+        return shards_of(self.inner).init(like), outer_state
+
+    def _reduce_to_shards(self, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
+        fast, slow = _levels(comm)
         inner_state, outer_state = state
-        chunks, inner_state = _reduce_in_pods(shards_of(cfg.inner), flats, inner_state, fast, slow, extras)
-    # Reduce the shards over the slow axes. The outer reducer gets its state with its own marks alone, not with those
-    # of `_mark`, so the tree is built anew from the leaves.
-    structure_of_outer = jax.tree.structure(jax.eval_shape(cfg.outer.init, vector_likes(leaves)))
-    unmarked = structure_of_outer.unflatten(jax.tree.leaves(outer_state))
-    start = len(slow.ledger or ())
-    reduced, new = run(as_generator(cfg.outer, chunks, unmarked, slow, _of_pod(extras)), slow)
-    _average_sent(slow.ledger, start, fast)
-    new = jax.tree.structure(outer_state).unflatten(jax.tree.leaves(new))
-
-    # Gather the shards over the fast axis.
-    def gather(shards):
-        return structure.unflatten(from_vectors([fast.all_gather(shard).ravel() for shard in shards], leaves))
-
-    ledger: list[Sent] = [] if fast.ledger is None else fast.ledger
-    mean, counted = gather(reduced.mean), len(ledger)
-    own = gather(reduced.own)
-    ledger[counted:] = [SentForOwn(*sent) for sent in ledger[counted:]]
-    return Reduced(mean, comm.varying(own)), new if cfg.stateless else (inner_state, new)
-
-
-def _shards(cfg: _Config, groups: int) -> Reducer:
-    # No use for `groups`: as `inner=` of another hierarchical reducer it gets one level, which `_levels` refuses.
-    forms = Forms(no_examples=_no_examples(cfg))
-    return Reducer(partial(_init_shards, cfg), partial(_reduce_to_shards, cfg), Law.NONE, forms)
-
-
-def _init_shards(cfg: _Config, like: PyTree[Like]) -> State:
-    if is_map_params_placeholder(like):
-        return 0
-    flat = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((math.prod(leaf.shape),), leaf.dtype), like)
-    outer_state = shards_of(cfg.outer).init(flat)
-    if any(map(is_mark, jax.tree.leaves(outer_state, is_leaf=is_mark))):
-        raise ValueError(
-            "the reduce-scatter form of hierarchical() cannot store what outer= keeps of each shard: put error "
-            "feedback around inner=, or use an unbiased compressor for outer=, two_shot(qsgd(4))"
-        )
-    return shards_of(cfg.inner).init(like), outer_state
-
-
-def _reduce_to_shards(cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
-    fast, slow = _levels(comm)
-    inner_state, outer_state = state
-    form = shards_of(cfg.inner, slow.size)
-    chunks, inner_state = _reduce_in_pods(form, updates, inner_state, fast, slow, extras, groups=slow.size)
-    form = shards_of(cfg.outer)
-    reduced, outer_state = run(as_generator(form, chunks, outer_state, slow, _of_pod(extras)), slow)
-    return Reduced(reduced.mean, updates), (inner_state, outer_state)
+        form = shards_of(self.inner, slow.size)
+        chunks, inner_state = _reduce_in_pods(form, updates, inner_state, fast, slow, extras, groups=slow.size)
+        form = shards_of(self.outer)
+        reduced, outer_state = run(as_generator(form, chunks, outer_state, slow, _of_pod(extras)), slow)
+        return Reduced(reduced.mean, updates), (inner_state, outer_state)
 
 
 def _of_pod(extras: Extras) -> Extras:

@@ -1,7 +1,6 @@
 """IntSGD: integers in a scale that follows the steps of the model, added by an all-reduce; no float is sent."""
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -72,56 +71,51 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
     check_range("beta", beta, 0, 1)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
-    cfg = _Config(bits, beta, scale, seed)
-    return Reducer(for_real_numbers(partial(_init_intsgd, cfg)), partial(_reduce_intsgd, cfg))
+    reducer = _IntSGD(bits, beta, scale, seed)
+    return Reducer(for_real_numbers(reducer.init), reducer.reduce)
 
 
-class _Config(NamedTuple):
+class _IntSGD(NamedTuple):
     bits: int
     beta: float | int
     scale: float | int
     seed: int
 
+    def init(self, like: PyTree[Like]) -> IntSGDState:
+        return IntSGDState(*init_draws(self.seed), jax.tree.map(lambda x: jnp.zeros((), jnp.float32), like))
 
-def _init_intsgd(cfg: _Config, like: PyTree[Like]) -> IntSGDState:
-    return IntSGDState(*init_draws(cfg.seed), jax.tree.map(lambda x: jnp.zeros((), jnp.float32), like))
+    def reduce(self, updates: Updates, state: IntSGDState, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
+        # Checks the number of workers.
+        levels_of_sum(self.bits, comm.size)
+        with jax.named_scope("intsgd"):
+            # Before the first step there is no mean to take the scale from.
+            is_first = state.count == 0
+            reduced, squares = comms.cond(is_first, _mean_of_floats, self._mean_of_codes, comm, updates, state)
+        return reduced, IntSGDState(state.key, next_count(state.count), squares)
 
-
-def _reduce_intsgd(
-    cfg: _Config, updates: Updates, state: IntSGDState, comm: Comm, extras: Extras = NO_EXTRAS
-) -> Result:
-    # Checks the number of workers.
-    levels_of_sum(cfg.bits, comm.size)
-    with jax.named_scope("intsgd"):
-        # Before the first step there is no mean to take the scale from.
-        is_first = state.count == 0
-        reduced, squares = comms.cond(is_first, _mean_of_floats, partial(_mean_of_codes, cfg), comm, updates, state)
-    return reduced, IntSGDState(state.key, next_count(state.count), squares)
+    def _mean_of_codes(self, comm: Comm, updates: Updates, state: IntSGDState) -> tuple[Reduced, PyTree]:
+        leaves, tree = jax.tree.flatten(updates)
+        groups, stacks = stack_by_shape(leaves)
+        squares = jax.tree.leaves(state.squares)
+        # α = scale · √d / √(2 W r)
+        alphas = []
+        for members, stack in zip(groups, stacks, strict=True):
+            root = self.scale * math.sqrt(stack[0].size / (2 * comm.size))
+            alphas.append(root / jnp.sqrt(jnp.stack([squares[i] for i in members]) + TINY))
+        # Rounding errors of workers with different draws average out.
+        key = step_key(state.key, state.count, comm, shared=False)
+        means, owns = run(sum_of_integers(stacks, alphas, key, comm, self.bits), comm)
+        # An empty leaf has nothing that differs, and both branches must have one type.
+        own = comm.varying(tree.unflatten(unstack(groups, owns)))
+        reduced = Reduced(tree.unflatten(unstack(groups, means)), own)
+        # r = β r + (1-β) |mean|²
+        beta = self.beta
+        return reduced, jax.tree.map(
+            lambda r, mean: beta * r + (1 - beta) * square_in_range(mean), state.squares, reduced.mean
+        )
 
 
 def _mean_of_floats(comm: Comm, updates: Updates, state: IntSGDState) -> tuple[Reduced, PyTree]:
     leaves, tree = jax.tree.flatten(updates)
     mean = tree.unflatten(fuse(comm, comm.mean, leaves))
     return Reduced(mean, comm.varying(updates)), jax.tree.map(square_in_range, mean)
-
-
-def _mean_of_codes(cfg: _Config, comm: Comm, updates: Updates, state: IntSGDState) -> tuple[Reduced, PyTree]:
-    leaves, tree = jax.tree.flatten(updates)
-    groups, stacks = stack_by_shape(leaves)
-    squares = jax.tree.leaves(state.squares)
-    # α = scale · √d / √(2 W r)
-    alphas = []
-    for members, stack in zip(groups, stacks, strict=True):
-        root = cfg.scale * math.sqrt(stack[0].size / (2 * comm.size))
-        alphas.append(root / jnp.sqrt(jnp.stack([squares[i] for i in members]) + TINY))
-    # Rounding errors of workers with different draws average out.
-    key = step_key(state.key, state.count, comm, shared=False)
-    means, owns = run(sum_of_integers(stacks, alphas, key, comm, cfg.bits), comm)
-    # An empty leaf has nothing that differs, and both branches must have one type.
-    own = comm.varying(tree.unflatten(unstack(groups, owns)))
-    reduced = Reduced(tree.unflatten(unstack(groups, means)), own)
-    # r = β r + (1-β) |mean|²
-    beta = cfg.beta
-    return reduced, jax.tree.map(
-        lambda r, mean: beta * r + (1 - beta) * square_in_range(mean), state.squares, reduced.mean
-    )

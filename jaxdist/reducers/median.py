@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from .._core.descriptions import with_description
 from .._core.types import Array
 from .reducer import Reducer
-from .robust import RobustConfig, robust
+from .robust import RobustMean, robust
 
 
 @with_description
@@ -46,7 +46,7 @@ def median() -> Reducer:
       Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates",
       arXiv:1803.01498, 2018.
     """
-    return robust("median", RobustConfig(None, _weighted_median))
+    return robust("median", RobustMean(None, _weighted_median))
 
 
 def _weighted_median(values: Array, weights: Array) -> Array:

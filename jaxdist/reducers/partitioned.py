@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -88,45 +87,8 @@ def partitioned(
     if layers is not None and layer_fn is not None:
         raise ValueError("layers and layer_fn both define the layers: pass one of them")
     check_parts("partitioned() cuts layers into vectors", reducer)
-    cfg = _PartitionConfig(reducer, partition_bytes, -(-credit_bytes // partition_bytes), order, layers, layer_fn)
-    return _make_partitioned(cfg)
-
-
-class _PartitionConfig(NamedTuple):
-    """`window`: how many partitions may be in flight."""
-
-    reducer: Reducer
-    partition_bytes: int
-    window: int
-    order: Order
-    layers: Sequence[Any] | None
-    layer_fn: Callable[[str, Like], Any] | None
-
-
-def _make_partitioned(cfg: _PartitionConfig) -> Reducer:
-    forms = forward_forms(lambda inner: _make_partitioned(cfg._replace(reducer=inner)), cfg.reducer, shards=False)
-    return Reducer(
-        for_real_numbers(partial(_init_partitions, cfg)), partial(_reduce_partitions, cfg), weakest(cfg.reducer), forms
-    )
-
-
-def _init_partitions(cfg: _PartitionConfig, like: PyTree[Like]) -> State:
-    if is_map_params_placeholder(like):
-        return 0
-    parts = _plan(cfg, like)
-    return init_parts(cfg.reducer, [jax.ShapeDtypeStruct((part.stop - part.start,), part.dtype) for part in parts])
-
-
-def _reduce_partitions(
-    cfg: _PartitionConfig, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
-) -> Result:
-    parts = _plan(cfg, updates)
-    leaves, structure = jax.tree.flatten(updates)
-    flats = {part.members: concatenate([leaves[i] for i in part.members]) for part in parts}
-    vectors = [flats[part.members][part.start : part.stop] for part in parts]
-    reduced, state = reduce_parts(cfg.reducer, vectors, state, comm, extras, window=cfg.window)
-    mean, own = (structure.unflatten(_join(parts, [done[which] for done in reduced], leaves)) for which in (0, 1))
-    return Reduced(mean, own), state
+    method = _Partitioned(reducer, partition_bytes, -(-credit_bytes // partition_bytes), order, layers, layer_fn)
+    return method.as_reducer()
 
 
 class _Part(NamedTuple):
@@ -138,6 +100,46 @@ class _Part(NamedTuple):
     stop: int
 
 
+class _Partitioned(NamedTuple):
+    """`window`: how many partitions may be in flight."""
+
+    reducer: Reducer
+    partition_bytes: int
+    window: int
+    order: Order
+    layers: Sequence[Any] | None
+    layer_fn: Callable[[str, Like], Any] | None
+
+    def as_reducer(self) -> Reducer:
+        forms = forward_forms(lambda inner: self._replace(reducer=inner).as_reducer(), self.reducer, shards=False)
+        return Reducer(for_real_numbers(self.init), self.reduce, weakest(self.reducer), forms)
+
+    def init(self, like: PyTree[Like]) -> State:
+        if is_map_params_placeholder(like):
+            return 0
+        parts = self._plan(like)
+        return init_parts(self.reducer, [jax.ShapeDtypeStruct((part.stop - part.start,), part.dtype) for part in parts])
+
+    def reduce(self, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
+        parts = self._plan(updates)
+        leaves, structure = jax.tree.flatten(updates)
+        flats = {part.members: concatenate([leaves[i] for i in part.members]) for part in parts}
+        vectors = [flats[part.members][part.start : part.stop] for part in parts]
+        reduced, state = reduce_parts(self.reducer, vectors, state, comm, extras, window=self.window)
+        mean, own = (structure.unflatten(_join(parts, [done[which] for done in reduced], leaves)) for which in (0, 1))
+        return Reduced(mean, own), state
+
+    def _plan(self, tree: PyTree[Like]) -> list[_Part]:
+        """The partitions of a tree, in the order in which they are sent."""
+        if self.layer_fn is None:
+            numbers = layer_numbers(tree, self.layers)
+        else:
+            keys = [self.layer_fn(path, leaf) for path, leaf in list_named_leaves(tree)]
+            layer_of = {key: layer for layer, key in enumerate(sorted(set(keys)))}
+            numbers = [layer_of[key] for key in keys]
+        return _order_parts(_vectors(tree, numbers), self.partition_bytes, self.order)
+
+
 class _Vector(NamedTuple):
     """The leaves of one layer and dtype, and how many entries they have together."""
 
@@ -145,17 +147,6 @@ class _Vector(NamedTuple):
     members: tuple[int, ...]
     dtype: Any
     size: int
-
-
-def _plan(cfg: _PartitionConfig, tree: PyTree[Like]) -> list[_Part]:
-    """The partitions of a tree, in the order in which they are sent."""
-    if cfg.layer_fn is None:
-        numbers = layer_numbers(tree, cfg.layers)
-    else:
-        keys = [cfg.layer_fn(path, leaf) for path, leaf in list_named_leaves(tree)]
-        layer_of = {key: layer for layer, key in enumerate(sorted(set(keys)))}
-        numbers = [layer_of[key] for key in keys]
-    return _order_parts(_vectors(tree, numbers), cfg.partition_bytes, cfg.order)
 
 
 def _vectors(tree: PyTree, numbers: list[int]) -> list[_Vector]:

@@ -46,7 +46,7 @@ def per_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashab
     """
     frozen = frozenset(label for label, reducer in reducers.items() if reducer is None)
     known = {label: _ZEROS if reducer is None else reducer for label, reducer in reducers.items()}
-    return _per_leaf(_LeafGroups(label_fn, known, frozen))
+    return _LeafGroups(label_fn, known, frozen).as_reducer()
 
 
 class _LeafGroups(NamedTuple):
@@ -56,49 +56,45 @@ class _LeafGroups(NamedTuple):
     reducers: Mapping[Hashable, Reducer]
     frozen: frozenset[Hashable]
 
+    def as_reducer(self) -> Reducer:
+        def rebuild(*inner):
+            return self._replace(reducers=dict(zip(self.reducers, inner, strict=True))).as_reducer()
 
-def _per_leaf(cfg: _LeafGroups) -> Reducer:
-    def rebuild(*inner):
-        return _per_leaf(cfg._replace(reducers=dict(zip(cfg.reducers, inner, strict=True))))
+        reducers = self.reducers.values()
+        forms, law = forward_forms(rebuild, *reducers), weakest(*reducers)
+        return from_generator("per_leaf", self.init, self.messages, law=law, forms=forms)
 
-    reducers = cfg.reducers.values()
-    forms, law = forward_forms(rebuild, *reducers), weakest(*reducers)
-    return from_generator("per_leaf", partial(_init_groups, cfg), partial(_group_messages, cfg), law=law, forms=forms)
+    def init(self, like: PyTree[Like]) -> State:
+        labels = self._labels_of(like)
+        trained = {label: reducer for label, reducer in self.reducers.items() if label not in self.frozen}
+        # Groups must not share their draws.
+        return {
+            label: fold_keys(reducer.init(_select_group(like, labels, label)), number)
+            for number, (label, reducer) in enumerate(trained.items())
+        }
 
+    def messages(self, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
+        labels = self._labels_of(updates)
+        # In lockstep: round `i` of all reducers shares its collectives.
+        generators = [
+            as_generator(reducer, _select_group(updates, labels, label), state.get(label, ()), comm, extras)
+            for label, reducer in self.reducers.items()
+        ]
+        results = dict(zip(self.reducers, (yield from interleave(generators)), strict=True))
+        mean, own = (
+            _merge_groups(updates, labels, {label: done[i] for label, (done, _) in results.items()}) for i in (0, 1)
+        )
+        return Reduced(mean, own), {label: new for label, (_, new) in results.items() if label not in self.frozen}
 
-def _init_groups(cfg: _LeafGroups, like: PyTree[Like]) -> State:
-    labels = _labels_of(cfg, like)
-    trained = {label: reducer for label, reducer in cfg.reducers.items() if label not in cfg.frozen}
-    # Groups must not share their draws.
-    return {
-        label: fold_keys(reducer.init(_select_group(like, labels, label)), number)
-        for number, (label, reducer) in enumerate(trained.items())
-    }
-
-
-def _group_messages(cfg: _LeafGroups, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
-    labels = _labels_of(cfg, updates)
-    # In lockstep: round `i` of all reducers shares its collectives.
-    generators = [
-        as_generator(reducer, _select_group(updates, labels, label), state.get(label, ()), comm, extras)
-        for label, reducer in cfg.reducers.items()
-    ]
-    results = dict(zip(cfg.reducers, (yield from interleave(generators)), strict=True))
-    mean, own = (
-        _merge_groups(updates, labels, {label: done[i] for label, (done, _) in results.items()}) for i in (0, 1)
-    )
-    return Reduced(mean, own), {label: new for label, (_, new) in results.items() if label not in cfg.frozen}
-
-
-def _labels_of(cfg: _LeafGroups, tree: PyTree) -> list[Hashable]:
-    labels = []
-    for path, leaf in list_named_leaves(tree):
-        label = cfg.label_fn(path, leaf)
-        if label not in cfg.reducers:
-            where = f"leaf {path!r}" if path else "the tree, which is one leaf,"
-            raise ValueError(f"{where} has label {label!r}, but reducers has only {list(cfg.reducers)}")
-        labels.append(label)
-    return labels
+    def _labels_of(self, tree: PyTree) -> list[Hashable]:
+        labels = []
+        for path, leaf in list_named_leaves(tree):
+            label = self.label_fn(path, leaf)
+            if label not in self.reducers:
+                where = f"leaf {path!r}" if path else "the tree, which is one leaf,"
+                raise ValueError(f"{where} has label {label!r}, but reducers has only {list(self.reducers)}")
+            labels.append(label)
+        return labels
 
 
 def _select_group(tree: PyTree, labels: Sequence[Hashable], label: Hashable) -> PyTree:

@@ -59,13 +59,6 @@ class OneSidedState(NamedTuple):
     right: PyTree
 
 
-class _Config(NamedTuple):
-    view: View
-    own: Own
-    warm_start: bool
-    seed: int
-
-
 _NO_PARTS = "power_sgd factorizes matrices and sends vectors whole; use a code of entries, such as two_shot(qsgd(4))"
 
 
@@ -138,59 +131,111 @@ def power_sgd(
         raise ValueError(f'own must be "local" or "paper", got {own!r}')
     if one_sided and not warm_start:
         raise ValueError("one_sided=True needs warm_start=True: each of its steps is half an iteration")
-    cfg = _Config(view_of(rank, min_compression_rate, matrix_view), own, warm_start, seed)
+    method = _PowerSGD(view_of(rank, min_compression_rate, matrix_view), own, warm_start, seed)
     # A projection: δ depends on the matrix, and may be 0.
     forms = Forms(biased=lambda shape: 0.0, no_parts=_NO_PARTS)
     if one_sided:
-        init = for_real_numbers(partial(_init_one_sided, cfg))
-        reducer = Reducer(init, partial(_reduce_one_sided, cfg), forms=forms)
+        init = for_real_numbers(method.init_one_sided)
+        reducer = Reducer(init, method.reduce_one_sided, forms=forms)
     else:
-        reducer = from_generator("power_sgd", partial(_init, cfg), partial(_messages, cfg), forms=forms)
+        reducer = from_generator("power_sgd", method.init, method.messages, forms=forms)
     return reducer_schedule(exact(), reducer, start_step) if start_step else reducer
 
 
-def _init(cfg: _Config, like: PyTree[Like]) -> PowerSGDState:
-    return PowerSGDState(jnp.zeros((), jnp.int32), _draw_right(cfg, like, 0))
+class _PowerSGD(NamedTuple):
+    view: View
+    own: Own
+    warm_start: bool
+    seed: int
 
+    def init(self, like: PyTree[Like]) -> PowerSGDState:
+        return PowerSGDState(jnp.zeros((), jnp.int32), self._draw_right(like, 0))
 
-def _draw_right(cfg: _Config, like: PyTree[Like], count: Array | int) -> PyTree:
-    return draw_factors(like, cfg.view, 1, jax.random.fold_in(jax.random.key(cfg.seed), count))
+    def _draw_right(self, like: PyTree[Like], count: Array | int) -> PyTree:
+        return draw_factors(like, self.view, 1, jax.random.fold_in(jax.random.key(self.seed), count))
 
+    def messages(self, updates: Updates, state: PowerSGDState, comm: Comm, extras: Extras) -> Protocol:
+        leaves, structure = jax.tree.flatten(updates)
+        groups, rest = group_leaves(leaves, self.view)
+        matrices = [stack_matrices(leaves, group) for group in groups]
+        factors = structure.flatten_up_to(state.q if self.warm_start else self._draw_right(updates, state.count))
 
-def _messages(cfg: _Config, updates: Updates, state: PowerSGDState, comm: Comm, extras: Extras) -> Protocol:
-    leaves, structure = jax.tree.flatten(updates)
-    groups, rest = group_leaves(leaves, cfg.view)
-    matrices = [stack_matrices(leaves, group) for group in groups]
-    factors = structure.flatten_up_to(state.q if cfg.warm_start else _draw_right(cfg, updates, state.count))
+        # P = qr(mean(M Q)). Deviation: the paper multiplies by Q itself, which has the norm of the last gradient; the
+        # product would have its square. The basis is known before the gradient is.
+        right = orthonormal([stack_factors(factors, group) for group in groups])
+        # Scales are powers of two: nothing is rounded, and sums over entries and workers do not overflow.
+        right = [q * overflow_scale(q.shape[2], comm.size) for q in right]
+        left = [jnp.einsum("knm,krm->knr", m, q) for m, q in zip(matrices, right)]
+        received = yield Messages(mean=pack_factors(groups, left, 0))
+        # The scale of the mean does not matter to its basis.
+        bases = orthonormal(unpack_factors(groups, received.mean, 0))
 
-    # P = qr(mean(M Q)). Deviation: the paper multiplies by Q itself, which has the norm of the last gradient; the
-    # product would have its square. The basis is known before the gradient is.
-    right = orthonormal([stack_factors(factors, group) for group in groups])
-    # Scales are powers of two: nothing is rounded, and sums over entries and workers do not overflow.
-    right = [q * overflow_scale(q.shape[2], comm.size) for q in right]
-    left = [jnp.einsum("knm,krm->knr", m, q) for m, q in zip(matrices, right)]
-    received = yield Messages(mean=pack_factors(groups, left, 0))
-    # The scale of the mean does not matter to its basis.
-    bases = orthonormal(unpack_factors(groups, received.mean, 0))
+        # Q = mean(Mᵀ P). The barrier: XLA:CPU would fold the transposition into the products, which are then slower.
+        left = lax.optimization_barrier([jnp.swapaxes(basis, 1, 2) for basis in bases])
+        scales = [overflow_scale(basis.shape[2], comm.size) for basis in bases]
+        # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
+        local = [jnp.einsum("knr,knm->krm", p * scale, m) for p, scale, m in zip(left, scales, matrices)]
+        packed = pack_factors(groups, local, 1)
+        received = yield Messages(mean=[*packed, *(widen(leaves[i]) for i in rest)])
+        mean = unpack_factors(groups, received.mean, 1)
 
-    # Q = mean(Mᵀ P). The barrier: XLA:CPU would fold the transposition into the products, which are then slower.
-    left = lax.optimization_barrier([jnp.swapaxes(basis, 1, 2) for basis in bases])
-    scales = [overflow_scale(basis.shape[2], comm.size) for basis in bases]
-    # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
-    local = [jnp.einsum("knr,knm->krm", p * scale, m) for p, scale, m in zip(left, scales, matrices)]
-    packed = pack_factors(groups, local, 1)
-    received = yield Messages(mean=[*packed, *(widen(leaves[i]) for i in rest)])
-    mean = unpack_factors(groups, received.mean, 1)
+        # mean = P Qᵀ, own = P Q_wᵀ
+        left = [p / scale for p, scale in zip(left, scales)]
+        approximations = [outer(p, q) for p, q in zip(left, mean)]
+        local = approximations if self.own == "paper" else [outer(p, q) for p, q in zip(left, local)]
+        # An index that depends on a value, though it is constant: always true.
+        at = stack_indices(groups, state.count >= 0)
+        reduced = _write(updates, groups, rest, approximations, local, received.mean[len(packed) :], at, comm)
+        q = write_factors(factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at, scales)
+        return reduced, PowerSGDState(next_count(state.count), structure.unflatten(q))
 
-    # mean = P Qᵀ, own = P Q_wᵀ
-    left = [p / scale for p, scale in zip(left, scales)]
-    approximations = [outer(p, q) for p, q in zip(left, mean)]
-    local = approximations if cfg.own == "paper" else [outer(p, q) for p, q in zip(left, local)]
-    # An index that depends on a value, though it is constant: always true.
-    at = stack_indices(groups, state.count >= 0)
-    reduced = _write(updates, groups, rest, approximations, local, received.mean[len(packed) :], at, comm)
-    q = write_factors(factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at, scales)
-    return reduced, PowerSGDState(next_count(state.count), structure.unflatten(q))
+    def init_one_sided(self, like: PyTree[Like]) -> OneSidedState:
+        key = jax.random.key(self.seed)
+        left, right = (draw_factors(like, self.view, side, jax.random.fold_in(key, side)) for side in (0, 1))
+        return OneSidedState(jnp.ones((), bool), left, right)
+
+    def reduce_one_sided(
+        self, updates: Updates, state: OneSidedState, comm: Comm, extras: Extras = NO_EXTRAS
+    ) -> Result:
+        with jax.named_scope("power_sgd"):
+            from_right, from_left = (partial(self._half_iteration, side) for side in (True, False))
+            return comms.cond(state.from_right, from_right, from_left, comm, updates, state)
+
+    def _half_iteration(self, from_right: bool, comm: Comm, updates: Updates, state: OneSidedState) -> Result:
+        # True in this branch, but not a constant.
+        always = state.from_right == from_right
+        fixed, renewed = (state.right, state.left) if from_right else (state.left, state.right)
+        reduced, renewed = run(self._half_messages(from_right, updates, fixed, renewed, always, comm), comm)
+        left, right = (renewed, state.right) if from_right else (state.left, renewed)
+        return reduced, OneSidedState(~state.from_right, left, right)
+
+    def _half_messages(
+        self, from_right: bool, updates: Updates, fixed: PyTree, renewed: PyTree, always: Array, comm: Comm
+    ) -> Protocol:
+        """Projects the updates on the `fixed` factors and renews the others."""
+        leaves, structure = jax.tree.flatten(updates)
+        groups, rest = group_leaves(leaves, self.view)
+        matrices = [stack_matrices(leaves, group) for group in groups]
+        fixed_factors, factors = structure.flatten_up_to(fixed), structure.flatten_up_to(renewed)
+
+        # P = mean(M Q) or Q = mean(Mᵀ P), with a basis that is known before the gradient is.
+        side = 0 if from_right else 1
+        bases = orthonormal([stack_factors(fixed_factors, group) for group in groups])
+        scales = [overflow_scale(basis.shape[2], comm.size) for basis in bases]
+        product = "knm,krm->knr" if from_right else "knm,krn->krm"
+        local = [jnp.einsum(product, m, basis * scale) for m, basis, scale in zip(matrices, bases, scales)]
+        packed = pack_factors(groups, local, side)
+        received = yield Messages(mean=[*packed, *(widen(leaves[i]) for i in rest)])
+        mean = unpack_factors(groups, received.mean, side)
+
+        # mean = P Qᵀ, with one of the two orthonormal
+        bases = [basis / scale for basis, scale in zip(bases, scales)]
+        approximations = _approximate(mean, bases, from_right)
+        local = approximations if self.own == "paper" else _approximate(local, bases, from_right)
+        at = stack_indices(groups, always)
+        reduced = _write(updates, groups, rest, approximations, local, received.mean[len(packed) :], at, comm)
+        columns = mean if from_right else [jnp.swapaxes(q, 1, 2) for q in mean]
+        return reduced, structure.unflatten(write_factors(factors, groups, columns, at, scales))
 
 
 def _write(
@@ -209,58 +254,6 @@ def _write(
     for i, whole in zip(rest, means, strict=True):
         mean[i] = whole.astype(leaves[i].dtype)
     return Reduced(structure.unflatten(mean), comm.varying(structure.unflatten(own)))
-
-
-def _init_one_sided(cfg: _Config, like: PyTree[Like]) -> OneSidedState:
-    key = jax.random.key(cfg.seed)
-    left, right = (draw_factors(like, cfg.view, side, jax.random.fold_in(key, side)) for side in (0, 1))
-    return OneSidedState(jnp.ones((), bool), left, right)
-
-
-def _reduce_one_sided(
-    cfg: _Config, updates: Updates, state: OneSidedState, comm: Comm, extras: Extras = NO_EXTRAS
-) -> Result:
-    with jax.named_scope("power_sgd"):
-        from_right, from_left = (partial(_half_iteration, cfg, side) for side in (True, False))
-        return comms.cond(state.from_right, from_right, from_left, comm, updates, state)
-
-
-def _half_iteration(cfg: _Config, from_right: bool, comm: Comm, updates: Updates, state: OneSidedState) -> Result:
-    # True in this branch, but not a constant.
-    always = state.from_right == from_right
-    fixed, renewed = (state.right, state.left) if from_right else (state.left, state.right)
-    reduced, renewed = run(_half_messages(cfg, from_right, updates, fixed, renewed, always, comm), comm)
-    left, right = (renewed, state.right) if from_right else (state.left, renewed)
-    return reduced, OneSidedState(~state.from_right, left, right)
-
-
-def _half_messages(
-    cfg: _Config, from_right: bool, updates: Updates, fixed: PyTree, renewed: PyTree, always: Array, comm: Comm
-) -> Protocol:
-    """Projects the updates on the `fixed` factors and renews the others."""
-    leaves, structure = jax.tree.flatten(updates)
-    groups, rest = group_leaves(leaves, cfg.view)
-    matrices = [stack_matrices(leaves, group) for group in groups]
-    fixed_factors, factors = structure.flatten_up_to(fixed), structure.flatten_up_to(renewed)
-
-    # P = mean(M Q) or Q = mean(Mᵀ P), with a basis that is known before the gradient is.
-    side = 0 if from_right else 1
-    bases = orthonormal([stack_factors(fixed_factors, group) for group in groups])
-    scales = [overflow_scale(basis.shape[2], comm.size) for basis in bases]
-    product = "knm,krm->knr" if from_right else "knm,krn->krm"
-    local = [jnp.einsum(product, m, basis * scale) for m, basis, scale in zip(matrices, bases, scales)]
-    packed = pack_factors(groups, local, side)
-    received = yield Messages(mean=[*packed, *(widen(leaves[i]) for i in rest)])
-    mean = unpack_factors(groups, received.mean, side)
-
-    # mean = P Qᵀ, with one of the two orthonormal
-    bases = [basis / scale for basis, scale in zip(bases, scales)]
-    approximations = _approximate(mean, bases, from_right)
-    local = approximations if cfg.own == "paper" else _approximate(local, bases, from_right)
-    at = stack_indices(groups, always)
-    reduced = _write(updates, groups, rest, approximations, local, received.mean[len(packed) :], at, comm)
-    columns = mean if from_right else [jnp.swapaxes(q, 1, 2) for q in mean]
-    return reduced, structure.unflatten(write_factors(factors, groups, columns, at, scales))
 
 
 def _approximate(factors: list[Array], bases: list[Array], from_right: bool) -> list[Array]:

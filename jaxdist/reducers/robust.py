@@ -1,7 +1,6 @@
 """What robust means share: the values of all workers, and the weights of those that count."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -20,34 +19,40 @@ _NO_FEEDBACK = (
 MOST_EXAMPLES = 1e30  # the sum over all workers must not overflow
 
 
-class RobustConfig(NamedTuple):
+class RobustMean(NamedTuple):
     """`trim` is `None` for the median; `combine(values, weights)` is for sorted values `[W, *s]`."""
 
     trim: int | None
     combine: Callable[[Array, Array], Array]
 
+    def messages(self, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
+        """The mean of the values that all workers gather, sorted entry by entry."""
+        if self.trim is not None and 1 < comm.size <= 2 * self.trim:
+            raise ValueError(
+                f"trimmed_mean({self.trim}) leaves out {2 * self.trim} values of each entry, and there are only "
+                f"{comm.size} workers: use trim below {comm.size / 2:g}, or more workers"
+            )
+        leaves, tree = jax.tree.flatten(updates)
+        counts = [] if extras.examples is None else [jnp.asarray(extras.examples, jnp.float32)]
+        received = yield Messages(gather=[*leaves, *counts])
+        if counts:
+            weights = _valid_weights(received.gather[-1])
+            means = [self._reduce_weighted(x, weights) for x in received.gather[:-1]]
+        else:
+            means = [_reduce_equal(self.trim, x) for x in received.gather]
+        return Reduced(tree.unflatten(means), updates), state
 
-def robust(name: str, cfg: RobustConfig) -> Reducer:
+    def _reduce_weighted(self, x: Array, weights: Float[Array, " W"]) -> Array:
+        wide = x.astype(working_dtype(x.dtype))
+        order = jnp.argsort(wide, axis=0)
+        mean = self.combine(jnp.take_along_axis(wide, order, axis=0), weights.astype(wide.dtype)[order])
+        return mean.astype(x.dtype)
+
+
+def robust(name: str, mean: RobustMean) -> Reducer:
     """The reducer of a robust mean."""
     forms = Forms(no_feedback=_NO_FEEDBACK.format(name=name), weighted=True)
-    return from_generator(name, lambda like: (), partial(_messages, cfg), law=Law.NONE, forms=forms)
-
-
-def _messages(cfg: RobustConfig, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
-    if cfg.trim is not None and 1 < comm.size <= 2 * cfg.trim:
-        raise ValueError(
-            f"trimmed_mean({cfg.trim}) leaves out {2 * cfg.trim} values of each entry, and there are only {comm.size} "
-            f"workers: use trim below {comm.size / 2:g}, or more workers"
-        )
-    leaves, tree = jax.tree.flatten(updates)
-    counts = [] if extras.examples is None else [jnp.asarray(extras.examples, jnp.float32)]
-    received = yield Messages(gather=[*leaves, *counts])
-    if counts:
-        weights = _valid_weights(received.gather[-1])
-        means = [_reduce_weighted(cfg, x, weights) for x in received.gather[:-1]]
-    else:
-        means = [_reduce_equal(cfg.trim, x) for x in received.gather]
-    return Reduced(tree.unflatten(means), updates), state
+    return from_generator(name, lambda like: (), mean.messages, law=Law.NONE, forms=forms)
 
 
 def _valid_weights(counts: Float[Array, " W"]) -> Float[Array, " W"]:
@@ -64,11 +69,4 @@ def _reduce_equal(trim: int | None, x: Array) -> Array:
         mean = 0.5 * ordered[(workers - 1) // 2] + 0.5 * ordered[workers // 2]
     else:
         mean = jnp.mean(ordered[trim : workers - trim] if workers > 1 else ordered, axis=0)
-    return mean.astype(x.dtype)
-
-
-def _reduce_weighted(cfg: RobustConfig, x: Array, weights: Float[Array, " W"]) -> Array:
-    wide = x.astype(working_dtype(x.dtype))
-    order = jnp.argsort(wide, axis=0)
-    mean = cfg.combine(jnp.take_along_axis(wide, order, axis=0), weights.astype(wide.dtype)[order])
     return mean.astype(x.dtype)

@@ -8,7 +8,7 @@ from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.types import Array
 from .reducer import Reducer
-from .robust import RobustConfig, robust
+from .robust import RobustMean, robust
 
 
 @with_description
@@ -51,7 +51,7 @@ def trimmed_mean(trim: int) -> Reducer:
     if trim < 1:
         raise ValueError(f"trim must be at least 1, got {trim}; without trimming use exact()")
     check_count("trim", trim, 1)
-    return robust("trimmed_mean", RobustConfig(trim, partial(_weighted_trimmed_mean, trim)))
+    return robust("trimmed_mean", RobustMean(trim, partial(_weighted_trimmed_mean, trim)))
 
 
 def _weighted_trimmed_mean(trim: int, values: Array, weights: Array) -> Array:

@@ -100,14 +100,14 @@ def two_shot(
     check_compressor(compressor)
     check_compressor(back)
     keeps_residual = back.variance is None if server_feedback == "auto" else server_feedback
-    cfg = _Config(compressor, contraction_form(back) if keeps_residual else back, keeps_residual, seed)
+    reducer = _TwoShot(compressor, contraction_form(back) if keeps_residual else back, keeps_residual, seed)
     law = Law.TELESCOPING if keeps_residual else Law.NONE if back.variance is None else Law.UNBIASED
     forms = forms_of(compressor, lambda code: two_shot(code, second=back, server_feedback=server_feedback, seed=seed))
-    forms = forms._replace(shards=partial(_shards, cfg))
-    return from_generator("two_shot", partial(_init, cfg), partial(_messages, cfg), law=law, forms=forms)
+    forms = forms._replace(shards=reducer.shards)
+    return from_generator("two_shot", reducer.init, reducer.messages, law=law, forms=forms)
 
 
-class _Config(NamedTuple):
+class _TwoShot(NamedTuple):
     """`second` is a contraction where its error is kept."""
 
     compressor: Compressor
@@ -115,61 +115,60 @@ class _Config(NamedTuple):
     keeps_residual: bool
     seed: int
 
+    def init(self, like: PyTree[Like]) -> State:
+        if is_map_params_placeholder(like):
+            return 0
+        likes = vector_likes(jax.tree.leaves(like)) if self.keeps_residual else []
+        residuals = [Sharded(jnp.zeros(x.shape, working_dtype(x.dtype)), multiple=_multiple(x.size)) for x in likes]
+        return TwoShotState(*init_draws(self.seed), residuals)
 
-def _init(cfg: _Config, like: PyTree[Like]) -> State:
-    if is_map_params_placeholder(like):
-        return 0
-    likes = vector_likes(jax.tree.leaves(like)) if cfg.keeps_residual else []
-    residuals = [Sharded(jnp.zeros(x.shape, working_dtype(x.dtype)), multiple=_multiple(x.size)) for x in likes]
-    return TwoShotState(*init_draws(cfg.seed), residuals)
+    def messages(self, updates: Updates, state: TwoShotState, comm: Comm, extras: Extras) -> Protocol:
+        leaves, tree = jax.tree.flatten(updates)
+        likes = vector_likes(leaves)
+        # That of the residual, which hierarchical() makes for whole vectors and not for those of a chip.
+        multiples = iter([e.multiple for e in state.residuals] or [_multiple(like.size) for like in likes])
+        flats = vectors(leaves, padding=lambda size: -size % (comm.size * next(multiples)))
+        # Row `j` is the chunk that worker `j` averages.
+        chunks = [flat.reshape(comm.size, -1) for flat in flats]
+        # m = (1/W) Σ_w D(C(x_w)), of this worker's chunk.
+        payloads, means = yield from _average_chunks(self.compressor, chunks, state, comm)
+        # Scales of the second code must not see what the first one makes of padding.
+        means = [clear_padding(mean, like.size, comm.size, comm.index) for mean, like in zip(means, likes, strict=True)]
+        if self.keeps_residual:
+            # A residual that was never placed on a mesh has no padding yet.
+            means = [
+                m + jnp.pad(e.value, (0, m.size - e.value.size)) for m, e in zip(means, state.residuals, strict=True)
+            ]
 
+        key = step_key(state.key, state.count, comm, shared=self.second.shared_key)
+        coded = [
+            # Odd numbers: draws independent of those of the first phase.
+            self.second.compress(narrow(mean, like.dtype), jax.random.fold_in(key, 2 * i + 1))
+            for i, (mean, like) in enumerate(zip(means, likes, strict=True))
+        ]
+        # e = m + e - D₂(C₂(m + e))
+        residuals = [
+            with_value(e, _chunk_error(self.second, mean, payload, comm, like.size)[: e.value.size])
+            for e, mean, payload, like in zip(state.residuals, means, coded, likes)
+        ]
+        arrays, structure = jax.tree.flatten(coded)
+        received = yield Messages(gather=arrays)
 
-def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, extras: Extras) -> Protocol:
-    leaves, tree = jax.tree.flatten(updates)
-    likes = vector_likes(leaves)
-    # That of the residual, which hierarchical() makes for whole vectors and not for those of a chip.
-    multiples = iter([e.multiple for e in state.residuals] or [_multiple(like.size) for like in likes])
-    flats = vectors(leaves, padding=lambda size: -size % (comm.size * next(multiples)))
-    # Row `j` is the chunk that worker `j` averages.
-    chunks = [flat.reshape(comm.size, -1) for flat in flats]
-    # m = (1/W) Σ_w D(C(x_w)), of this worker's chunk.
-    payloads, means = yield from _average_chunks(cfg.compressor, chunks, state, comm)
-    # Scales of the second code must not see what the first one makes of padding.
-    means = [clear_padding(mean, like.size, comm.size, comm.index) for mean, like in zip(means, likes, strict=True)]
-    if cfg.keeps_residual:
-        # A residual that was never placed on a mesh has no padding yet.
-        means = [m + jnp.pad(e.value, (0, m.size - e.value.size)) for m, e in zip(means, state.residuals, strict=True)]
+        # mean = D₂(C₂(m + e)) and own = D(C(x)), chunk by chunk.
+        gathered = structure.unflatten(received.gather)
+        mean_flats = [_decode_chunks(self.second, payload, x) for payload, x in zip(gathered, chunks, strict=True)]
+        own_flats = [_decode_chunks(self.compressor, payload, x) for payload, x in zip(payloads, chunks, strict=True)]
+        mean, own = (cast_like(tree.unflatten(from_vectors(x, leaves)), updates) for x in (mean_flats, own_flats))
+        return Reduced(mean, own), TwoShotState(state.key, next_count(state.count), residuals)
 
-    key = step_key(state.key, state.count, comm, shared=cfg.second.shared_key)
-    coded = [
-        # Odd numbers: draws independent of those of the first phase.
-        cfg.second.compress(narrow(mean, like.dtype), jax.random.fold_in(key, 2 * i + 1))
-        for i, (mean, like) in enumerate(zip(means, likes, strict=True))
-    ]
-    # e = m + e - D₂(C₂(m + e))
-    residuals = [
-        with_value(e, _chunk_error(cfg.second, mean, payload, comm, like.size)[: e.value.size])
-        for e, mean, payload, like in zip(state.residuals, means, coded, likes)
-    ]
-    arrays, structure = jax.tree.flatten(coded)
-    received = yield Messages(gather=arrays)
-
-    # mean = D₂(C₂(m + e)) and own = D(C(x)), chunk by chunk.
-    gathered = structure.unflatten(received.gather)
-    mean_flats = [_decode_chunks(cfg.second, payload, x) for payload, x in zip(gathered, chunks, strict=True)]
-    own_flats = [_decode_chunks(cfg.compressor, payload, x) for payload, x in zip(payloads, chunks, strict=True)]
-    mean, own = (cast_like(tree.unflatten(from_vectors(x, leaves)), updates) for x in (mean_flats, own_flats))
-    return Reduced(mean, own), TwoShotState(state.key, next_count(state.count), residuals)
+    def shards(self, groups: int) -> Reducer:
+        init = self._replace(keeps_residual=False).init
+        forms = Forms(no_examples=NO_MAGNITUDES if self.compressor.scale_free else None)
+        return from_generator("two_shot_shards", init, partial(_shard_messages, self.compressor, groups), forms=forms)
 
 
 def _multiple(size: int) -> int:
     return BUCKETS if size >= LONG else MULTIPLE
-
-
-def _shards(cfg: _Config, groups: int) -> Reducer:
-    init = partial(_init, cfg._replace(keeps_residual=False))
-    forms = Forms(no_examples=NO_MAGNITUDES if cfg.compressor.scale_free else None)
-    return from_generator("two_shot_shards", init, partial(_shard_messages, cfg.compressor, groups), forms=forms)
 
 
 def _shard_messages(

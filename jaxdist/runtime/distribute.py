@@ -96,7 +96,7 @@ def distribute(
         raise ValueError(f'check must be "types" or "values", got {check!r}')
     if isinstance(mesh, Mesh):
         check_connected()
-    mapped = _map_step(_Config(step, mesh, axis, batch_specs, check))
+    mapped = _Distributed(step, mesh, axis, batch_specs, check).map_step()
     run = jax.jit(mapped, donate_argnums=(0,) if donate else (), static_argnames=tuple(static_argnames))
     # Around the compiled function, since only the host can raise.
     run = with_skip_checks(run, donates=donate)
@@ -119,7 +119,9 @@ def evaluate(
       2.0
     """
     # The state is an output too, which gives it the checks of a step; XLA drops it, as it is not used.
-    step = _map_step(_Config(lambda state, batch: (state, metrics(state, batch)), mesh, axis, batch_specs, "types"))
+    step = _Distributed(
+        lambda state, batch: (state, metrics(state, batch)), mesh, axis, batch_specs, "types"
+    ).map_step()
     run = jax.jit(lambda state, batch: step(state, batch)[1])
 
     @functools.wraps(run)
@@ -131,7 +133,7 @@ def evaluate(
     return keep_attributes(run_checked, run)
 
 
-class _Config(NamedTuple):
+class _Distributed(NamedTuple):
     step: Callable[..., tuple[State, Any]]
     mesh: Mesh | AbstractMesh
     axis: AxisNames
@@ -142,57 +144,52 @@ class _Config(NamedTuple):
     def axes(self) -> tuple[str, ...]:
         return axis_tuple(self.axis)
 
+    def map_step(self) -> Callable[..., tuple[State, Any]]:
+        """Returns the step over global arrays, not yet compiled."""
+        # Refuses an axis that the mesh lacks.
+        workers(self.mesh, self.axis)
 
-def _map_step(cfg: _Config) -> Callable[..., tuple[State, Any]]:
-    """Returns the step over global arrays, not yet compiled."""
-    # Refuses an axis that the mesh lacks.
-    workers(cfg.mesh, cfg.axis)
+        def run(state, batch, **static):
+            return self._run(state, batch, static)
 
-    def run(state, batch, **static):
-        return _run(cfg, state, batch, static)
+        return run
 
-    return run
+    def _run(self, state: State, batch: PyTree, static: dict[str, Any]) -> tuple[State, Any]:
+        """Checks state and batch, and maps the step over the workers."""
+        reason = explain_wrapped_communication(state)
+        if reason:
+            raise ValueError(reason)
+        state = bind(state, self.axis)
+        _check_placed(state, self.mesh)
+        view = view_of(state, self.axes)
+        state_specs = jax.tree.structure(state).unflatten(view.specs)
+        in_specs = (state_specs, check_batch_specs(batch, self.batch_specs, self.mesh, self.axes))
+        # Placement is checked first: resharding would hide a state that was never placed.
+        state, batch = _reshard((state, batch), in_specs, self)
+        mapped = shard_map(
+            partial(self._run_worker, view, static),
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=(state_specs, PartitionSpec()),
+            axis_names=set(self.axes),
+            check_vma=self.check == "types",
+        )
+        new, metrics = mapped(state, batch)
+        # A leaf whose weak type changed would compile the step a second time.
+        return with_weak_types(new, state), metrics
 
-
-def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> tuple[State, Any]:
-    """Checks state and batch, and maps the step over the workers."""
-    reason = explain_wrapped_communication(state)
-    if reason:
-        raise ValueError(reason)
-    state = bind(state, cfg.axis)
-    _check_placed(state, cfg.mesh)
-    view = view_of(state, cfg.axes)
-    state_specs = jax.tree.structure(state).unflatten(view.specs)
-    in_specs = (state_specs, check_batch_specs(batch, cfg.batch_specs, cfg.mesh, cfg.axes))
-    # Placement is checked first: resharding would hide a state that was never placed.
-    state, batch = _reshard((state, batch), in_specs, cfg)
-    mapped = shard_map(
-        partial(_run_worker, cfg, view, static),
-        mesh=cfg.mesh,
-        in_specs=in_specs,
-        out_specs=(state_specs, PartitionSpec()),
-        axis_names=set(cfg.axes),
-        check_vma=cfg.check == "types",
-    )
-    new, metrics = mapped(state, batch)
-    # A leaf whose weak type changed would compile the step a second time.
-    return with_weak_types(new, state), metrics
-
-
-def _run_worker(
-    cfg: _Config, view: WorkerView, static: dict[str, Any], state: State, batch: PyTree
-) -> tuple[State, Any]:
-    """Runs the step of one worker on its shards, and checks what must be equal on all workers."""
-    # JAX reports values that it cannot type, such as a replicated carry that becomes varying, by a TypeError.
-    try:
-        new, metrics = run_in_view(cfg.step, view, state, batch, **static)
-    except TypeError as error:
-        if "manual axis types do not match" in str(error):
-            error.add_note(UNTYPABLE)
-        raise
-    check_agreed(new, cfg.axes, what="leaf", advise=partial(explain_difference, new))
-    check_agreed(metrics, cfg.axes, what="metric", advise=lambda _: explain_metric(new, cfg.axis))
-    return new, metrics
+    def _run_worker(self, view: WorkerView, static: dict[str, Any], state: State, batch: PyTree) -> tuple[State, Any]:
+        """Runs the step of one worker on its shards, and checks what must be equal on all workers."""
+        # JAX reports values that it cannot type, such as a replicated carry that becomes varying, by a TypeError.
+        try:
+            new, metrics = run_in_view(self.step, view, state, batch, **static)
+        except TypeError as error:
+            if "manual axis types do not match" in str(error):
+                error.add_note(UNTYPABLE)
+            raise
+        check_agreed(new, self.axes, what="leaf", advise=partial(explain_difference, new))
+        check_agreed(metrics, self.axes, what="metric", advise=lambda _: explain_metric(new, self.axis))
+        return new, metrics
 
 
 def _check_placed(state: State, mesh: Mesh | AbstractMesh) -> None:
@@ -245,19 +242,22 @@ def _check_given_specs(batch: PyTree, specs: PyTree, where: Place, axes: tuple[s
     jax.tree.map(check_part, specs, batch, is_leaf=is_spec)
 
 
-def _reshard(trees: Any, specs: Any, cfg: _Config) -> Any:
+def _reshard(trees: Any, specs: Any, distributed: _Distributed) -> Any:
     """Reshards the inputs to their specs on meshes with Explicit axes; on Auto axes the compiler does so."""
-    kinds = zip(cfg.mesh.axis_names, cfg.mesh.axis_types, strict=True)
+    kinds = zip(distributed.mesh.axis_names, distributed.mesh.axis_types, strict=True)
     explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
     if not explicit:
         return trees
 
     def reshard_leaf(spec, leaf):
         # Along axes that are not the workers' a leaf stays as it is: `P()` would gather a tensor-parallel parameter.
-        own = [[name for name in axis_tuple(part) if name not in cfg.axes] for part in jax.typeof(leaf).sharding.spec]
+        own = [
+            [name for name in axis_tuple(part) if name not in distributed.axes]
+            for part in jax.typeof(leaf).sharding.spec
+        ]
         wanted = [axis_tuple(part) for part in (*spec, *[None] * (leaf.ndim - len(spec)))]
         parts = [tuple(name for name in (*a, *b) if name in explicit) for a, b in zip(wanted, own, strict=True)]
-        return jax.reshard(leaf, NamedSharding(cfg.mesh, PartitionSpec(*parts)))
+        return jax.reshard(leaf, NamedSharding(distributed.mesh, PartitionSpec(*parts)))
 
     return jax.tree.map(
         lambda spec, part: jax.tree.map(partial(reshard_leaf, spec), part), specs, trees, is_leaf=is_spec

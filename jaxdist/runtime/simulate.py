@@ -61,25 +61,18 @@ def simulate(
         raise ValueError(f"axis=None is a single worker without an axis, got workers={workers!r}")
     for size in sizes.values():
         check_count("workers", size, 1)
-    cfg = _Config(step, sizes, axis, batch_specs)
+    method = _Simulated(step, sizes, axis, batch_specs)
 
     def run(state, batch, **static):
-        return _run(cfg, state, batch, static)
+        return method.run(state, batch, static)
 
     return with_skip_checks(jax.jit(run, static_argnames=tuple(static_argnames)))
-
-
-class _Config(NamedTuple):
-    step: Callable[..., tuple[State, Any]]
-    sizes: dict[str, int]
-    axis: AxisNames
-    batch_specs: PyTree | None
 
 
 class _Worker(NamedTuple):
     """The step of one worker over flat leaves: those of the state, then those of the batch; `cuts` are of both."""
 
-    cfg: _Config
+    run: "_Simulated"
     static: dict[str, Any]
     state_tree: Any
     batch_tree: Any
@@ -87,35 +80,41 @@ class _Worker(NamedTuple):
     cuts: list[Cut]
 
 
-def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> tuple[State, Any]:
-    """Splits state and batch into the blocks of the workers, runs all workers, and joins the blocks."""
-    reason = explain_wrapped_communication(state)
-    if reason:
-        raise ValueError(reason)
-    # Marks without an axis get the one of this simulation.
-    state, axes = bind(state, cfg.axis), tuple(cfg.sizes)
-    view = view_of(state, axes)
-    batch_specs = expand_specs(check_batch_specs(batch, cfg.batch_specs, cfg.sizes, axes), batch)
-    cuts = split_axes([*view.specs, *jax.tree.leaves(batch_specs)])
-    worker = _Worker(cfg, static, jax.tree.structure(state), jax.tree.structure(batch), view, cuts)
-    leaves = [*jax.tree.leaves(state), *jax.tree.leaves(batch)]
-    blocks = [_to_blocks(leaf, cut, cfg.sizes) for leaf, cut in zip(leaves, cuts, strict=True)]
-    out_cuts = cuts[: len(view.specs)]
-    # Unmapped outputs must be equal on all workers: `vmap` refuses those that it cannot prove to be.
-    try:
-        new, metrics = _map_workers(worker, out_cuts, None)(*blocks)
-    except ValueError as error:
-        if "out_axes" not in str(error):
-            raise
-        raise ValueError(_find_difference(worker, state, blocks)) from error
-    new = [_from_blocks(leaf, cut, cfg.sizes) for leaf, cut in zip(new, out_cuts, strict=True)]
-    return with_weak_types(worker.state_tree.unflatten(new), state), metrics
+class _Simulated(NamedTuple):
+    step: Callable[..., tuple[State, Any]]
+    sizes: dict[str, int]
+    axis: AxisNames
+    batch_specs: PyTree | None
+
+    def run(self, state: State, batch: PyTree, static: dict[str, Any]) -> tuple[State, Any]:
+        """Splits state and batch into the blocks of the workers, runs all workers, and joins the blocks."""
+        reason = explain_wrapped_communication(state)
+        if reason:
+            raise ValueError(reason)
+        # Marks without an axis get the one of this simulation.
+        state, axes = bind(state, self.axis), tuple(self.sizes)
+        view = view_of(state, axes)
+        batch_specs = expand_specs(check_batch_specs(batch, self.batch_specs, self.sizes, axes), batch)
+        cuts = split_axes([*view.specs, *jax.tree.leaves(batch_specs)])
+        worker = _Worker(self, static, jax.tree.structure(state), jax.tree.structure(batch), view, cuts)
+        leaves = [*jax.tree.leaves(state), *jax.tree.leaves(batch)]
+        blocks = [_to_blocks(leaf, cut, self.sizes) for leaf, cut in zip(leaves, cuts, strict=True)]
+        out_cuts = cuts[: len(view.specs)]
+        # Unmapped outputs must be equal on all workers: `vmap` refuses those that it cannot prove to be.
+        try:
+            new, metrics = _map_workers(worker, out_cuts, None)(*blocks)
+        except ValueError as error:
+            if "out_axes" not in str(error):
+                raise
+            raise ValueError(_find_difference(worker, state, blocks)) from error
+        new = [_from_blocks(leaf, cut, self.sizes) for leaf, cut in zip(new, out_cuts, strict=True)]
+        return with_weak_types(worker.state_tree.unflatten(new), state), metrics
 
 
 def _run_worker(worker: _Worker, *leaves: Any) -> tuple[list[Any], Any]:
     count = len(worker.view.specs)
     state, batch = worker.state_tree.unflatten(leaves[:count]), worker.batch_tree.unflatten(leaves[count:])
-    new, metrics = run_in_view(worker.cfg.step, worker.view, state, batch, **worker.static)
+    new, metrics = run_in_view(worker.run.step, worker.view, state, batch, **worker.static)
     return jax.tree.leaves(new), metrics
 
 
@@ -123,7 +122,7 @@ def _map_workers(worker: _Worker, out_cuts: Sequence[Cut], metrics_axis: int | N
     """Nests one `vmap` per axis; `vmap` checks that outputs which are not mapped over it are equal on all workers."""
     f: Callable[..., Any] = partial(_run_worker, worker)
     # The first axis is the outermost: its dimension is the first of each block.
-    for name, size in reversed(worker.cfg.sizes.items()):
+    for name, size in reversed(worker.run.sizes.items()):
         in_axes, out_axes = ([0 if name in sum(cut, ()) else None for cut in cuts] for cuts in (worker.cuts, out_cuts))
         f = jax.vmap(f, in_axes=in_axes, out_axes=(out_axes, metrics_axis), axis_name=name, axis_size=size)
     return f
@@ -131,7 +130,7 @@ def _map_workers(worker: _Worker, out_cuts: Sequence[Cut], metrics_axis: int | N
 
 def _find_difference(worker: _Worker, state: State, blocks: Sequence[Any]) -> str:
     """Finds out, after a failure, which replicated leaf differs: maps all outputs but one."""
-    axes = tuple(worker.cfg.sizes)
+    axes = tuple(worker.run.sizes)
     for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
         out_cuts = [worker.cuts[i] if j == i else [axes] for j in range(len(worker.view.specs))]
         try:

@@ -1,6 +1,5 @@
 """Accumulates the gradients of several steps on each worker and communicates once."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,12 +31,6 @@ class AccumulateState(NamedTuple):
     examples: PerWorker
     count: Int[Array, ""]
     shards: PyTree = ()
-
-
-class _Config(NamedTuple):
-    tx: optax.GradientTransformationExtraArgs
-    steps: int | None
-    axis: AxisNames
 
 
 def accumulate(
@@ -81,76 +74,84 @@ def accumulate(
     """
     if steps is not None:
         check_count("steps", steps, 1)
-    cfg = _Config(with_extra_args(tx), steps, axis)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    method = _Accumulate(with_extra_args(tx), steps, axis)
+    return optax.GradientTransformationExtraArgs(method.init, method.update)
 
 
-def _init(cfg: _Config, params: PyTree) -> State:
-    check_leaves(params, sharded=True)
-    total, shards = _split(jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params))
-    # Another number of workers takes the mean of the sums: nothing that was accumulated is lost.
-    marked = bind((PerWorker(total, resize="mean"), PerWorker(jnp.zeros((), jnp.float32), resize="mean")), cfg.axis)
-    return AccumulateState(cfg.tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32), bind(shards, cfg.axis))
+class _Accumulate(NamedTuple):
+    tx: optax.GradientTransformationExtraArgs
+    steps: int | None
+    axis: AxisNames
 
-
-def _update(
-    cfg: _Config,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    examples: Any = None,
-    active: Any = None,
-    sync: Any = None,
-    **extra_args: Any,
-) -> tuple[Updates, State]:
-    check_leaves(updates, sharded=True)
-    check_local(updates, cfg.axis)
-    if state.shards != () and (examples is not None or active is not None):
-        raise ValueError(
-            "examples= and active= cannot weigh the gradients of Sharded parameters, which are averaged over the "
-            "workers already: weigh the loss by the examples"
+    def init(self, params: PyTree) -> State:
+        check_leaves(params, sharded=True)
+        total, shards = _split(jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params))
+        # Another number of workers takes the mean of the sums: nothing that was accumulated is lost.
+        marked = bind(
+            (PerWorker(total, resize="mean"), PerWorker(jnp.zeros((), jnp.float32), resize="mean")), self.axis
         )
-    sums = _join(state.total.value, state.shards)
-    # Without examples, each call counts as one, and an inactive one as none.
-    weight = weight_of_worker(examples, active, name="accumulate")
-    number = jnp.ones((), jnp.float32) if weight is None else weight
-    # Summed in float32: a sum of half-precision gradients would lose the small ones.
-    wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, sums)
-    if extra_args.get("value") is not None and is_guarded(state.inner):
-        # Only the loss of the last call is passed on: a gradient of NaN stands for those of the others.
-        loss = jnp.asarray(extra_args["value"])
-        wide = jax.tree.map(lambda x: jnp.where(jnp.isnan(loss).any(), jnp.nan, x), wide)
-        extra_args["value"] = jnp.where(number > 0, loss, jnp.zeros_like(loss))
-    total = jax.tree.map(jnp.add, sums, wide if weight is None else scale(wide, number))
-    seen = state.examples.value + number
-    count = next_count(state.count)
+        return AccumulateState(
+            self.tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32), bind(shards, self.axis)
+        )
 
-    def communicate(total, seen, inner):
-        mean = jax.tree.map(lambda t, x: (t / jnp.where(seen > 0, seen, 1)).astype(x.dtype), total, updates)
-        passed = extra_args if examples is None else {**extra_args, "examples": seen}
-        passed = passed if active is None else {**passed, "active": seen > 0}
-        return cfg.tx.update(mean, inner, params, **passed)
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        sync: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, State]:
+        check_leaves(updates, sharded=True)
+        check_local(updates, self.axis)
+        if state.shards != () and (examples is not None or active is not None):
+            raise ValueError(
+                "examples= and active= cannot weigh the gradients of Sharded parameters, which are averaged over the "
+                "workers already: weigh the loss by the examples"
+            )
+        sums = _join(state.total.value, state.shards)
+        # Without examples, each call counts as one, and an inactive one as none.
+        weight = weight_of_worker(examples, active, name="accumulate")
+        number = jnp.ones((), jnp.float32) if weight is None else weight
+        # Summed in float32: a sum of half-precision gradients would lose the small ones.
+        wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, sums)
+        if extra_args.get("value") is not None and is_guarded(state.inner):
+            # Only the loss of the last call is passed on: a gradient of NaN stands for those of the others.
+            loss = jnp.asarray(extra_args["value"])
+            wide = jax.tree.map(lambda x: jnp.where(jnp.isnan(loss).any(), jnp.nan, x), wide)
+            extra_args["value"] = jnp.where(number > 0, loss, jnp.zeros_like(loss))
+        total = jax.tree.map(jnp.add, sums, wide if weight is None else scale(wide, number))
+        seen = state.examples.value + number
+        count = next_count(state.count)
 
-    due = _is_due(sync, cfg.steps, count)
-    if isinstance(due, bool):
-        # Known while tracing: the program has the collective in every call, or in none.
-        out, inner = communicate(total, seen, state.inner) if due else (_zeros(updates), state.inner)
-    else:
-        # Updates may be wider than gradients, as those of a master copy in float32.
-        like = jax.eval_shape(communicate, total, seen, state.inner)
+        def communicate(total, seen, inner):
+            mean = jax.tree.map(lambda t, x: (t / jnp.where(seen > 0, seen, 1)).astype(x.dtype), total, updates)
+            passed = extra_args if examples is None else {**extra_args, "examples": seen}
+            passed = passed if active is None else {**passed, "active": seen > 0}
+            return self.tx.update(mean, inner, params, **passed)
 
-        def wait(total, seen, inner):
-            # Typed as the other branch is, whose updates are each worker's own in local steps.
-            return jax.tree.map(vary_like, (_zeros(like[0]), inner), like)
+        due = _is_due(sync, self.steps, count)
+        if isinstance(due, bool):
+            # Known while tracing: the program has the collective in every call, or in none.
+            out, inner = communicate(total, seen, state.inner) if due else (_zeros(updates), state.inner)
+        else:
+            # Updates may be wider than gradients, as those of a master copy in float32.
+            like = jax.eval_shape(communicate, total, seen, state.inner)
 
-        out, inner = jax.lax.cond(due, communicate, wait, total, seen, state.inner)
-    # A sync starts the sums again.
-    total, seen = jax.tree.map(lambda x: jnp.where(due, jnp.zeros_like(x), x), (total, seen))
-    total, shards = _split(total)
-    return out, AccumulateState(
-        inner, with_value(state.total, total), with_value(state.examples, seen), jnp.where(due, 0, count), shards
-    )
+            def wait(total, seen, inner):
+                # Typed as the other branch is, whose updates are each worker's own in local steps.
+                return jax.tree.map(vary_like, (_zeros(like[0]), inner), like)
+
+            out, inner = jax.lax.cond(due, communicate, wait, total, seen, state.inner)
+        # A sync starts the sums again.
+        total, seen = jax.tree.map(lambda x: jnp.where(due, jnp.zeros_like(x), x), (total, seen))
+        total, shards = _split(total)
+        return out, AccumulateState(
+            inner, with_value(state.total, total), with_value(state.examples, seen), jnp.where(due, 0, count), shards
+        )
 
 
 def _split(tree: PyTree) -> tuple[PyTree, PyTree]:

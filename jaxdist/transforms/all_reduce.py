@@ -1,7 +1,6 @@
 """The transformation of an optax chain that averages gradients over workers."""
 
 import warnings
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -55,13 +54,6 @@ class LateState(NamedTuple):
 
 
 NormalizeBy = Literal["active", "workers"]
-
-
-class _Config(NamedTuple):
-    reducer: Reducer
-    axis: AxisNames
-    specs: PyTree | None
-    normalize_by: NormalizeBy
 
 
 def all_reduce(
@@ -154,9 +146,10 @@ def all_reduce(
             f"delay must be 0 or 1, got {delay}; for all-reduces over several steps see asynchronous.rules.pipe_sgd"
         )
     _check_specs(specs, axis)
-    cfg = _Config(reducer, axis, specs, normalize_by)
-    init, update = (_init_late, _update_late) if delay else (_init, _update)
-    return optax.GradientTransformationExtraArgs(partial(init, cfg), partial(update, cfg))
+    tx = _AllReduce(reducer, axis, specs, normalize_by)
+    if delay:
+        return optax.GradientTransformationExtraArgs(tx.init_late, tx.update_late)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
 def _check_specs(specs: PyTree | None, axis: AxisNames) -> None:
@@ -192,97 +185,100 @@ def _warn_of_bias(reducer: Reducer) -> None:
         warnings.warn(f"{name} is biased, and what it leaves out of a gradient is lost: {advice}", stacklevel=3)
 
 
-def _init(cfg: _Config, params: PyTree) -> State:
-    reducer, specs = cfg.reducer, cfg.specs
-    params = with_gradients(params)
-    check_leaves(params)
-    state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs)
-    return AllReduceState(bind(state, cfg.axis), jnp.zeros((), jnp.int32))
+class _AllReduce(NamedTuple):
+    reducer: Reducer
+    axis: AxisNames
+    specs: PyTree | None
+    normalize_by: NormalizeBy
 
+    def init(self, params: PyTree) -> State:
+        reducer, specs = self.reducer, self.specs
+        params = with_gradients(params)
+        check_leaves(params)
+        state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs)
+        return AllReduceState(bind(state, self.axis), jnp.zeros((), jnp.int32))
 
-def _update(
-    cfg: _Config,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    examples: Any = None,
-    active: Any = None,
-    **extra_args: Any,
-) -> tuple[Updates, State]:
-    reducer, axis, specs = cfg.reducer, cfg.axis, cfg.specs
-    check_leaves(updates)
-    check_shapes(updates, params)
-    check_functions(extra_args, params, axis, is_weighted=examples is not None or active is not None)
-    comm = over(axis)
-    check_local(updates, axis)
-    weight = weight_of_leaves(examples, active, updates)
-    # All workers with any examples count alike.
-    if weight is not None and cfg.normalize_by == "workers":
-        weight = (weight > 0).astype(jnp.float32)
-    # Some reducers depend on the step or its rate: schedules, and feedback that is scaled by it. A worker without
-    # examples in a step of all still sends its residual, so that only reducers that weight workers get the number.
-    weights = weight if reducer.forms.weighted else None
-    extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"), weights)
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, State]:
+        reducer, axis, specs = self.reducer, self.axis, self.specs
+        check_leaves(updates)
+        check_shapes(updates, params)
+        check_functions(extra_args, params, axis, is_weighted=examples is not None or active is not None)
+        comm = over(axis)
+        check_local(updates, axis)
+        weight = weight_of_leaves(examples, active, updates)
+        # All workers with any examples count alike.
+        if weight is not None and self.normalize_by == "workers":
+            weight = (weight > 0).astype(jnp.float32)
+        # Some reducers depend on the step or its rate: schedules, and feedback that is scaled by it. A worker without
+        # examples in a step of all still sends its residual, so that only reducers that weight workers get the number.
+        weights = weight if reducer.forms.weighted else None
+        extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"), weights)
 
-    def reduce(updates, reducer_state):
-        if specs is not None:
-            return reduce_on_shards(reducer, updates, reducer_state, specs, axis, extras)
-        if reducer.law != Law.MEAN:
-            advice = "pass all_reduce(..., specs=) with the PartitionSpec of each parameter, or use exact()"
-            refuse_model_axes("this reducer", advice)
-        reduced, new_state = reducer.reduce(updates, reducer_state, comm, extras)
-        return reduced.mean, new_state
+        def reduce(updates, reducer_state):
+            if specs is not None:
+                return reduce_on_shards(reducer, updates, reducer_state, specs, axis, extras)
+            if reducer.law != Law.MEAN:
+                advice = "pass all_reduce(..., specs=) with the PartitionSpec of each parameter, or use exact()"
+                refuse_model_axes("this reducer", advice)
+            reduced, new_state = reducer.reduce(updates, reducer_state, comm, extras)
+            return reduced.mean, new_state
 
-    # Only a plain mean takes the weights as one more leaf, and then needs no second collective.
-    plain = reducer.law == Law.MEAN and specs is None
-    mean, reducer_state, some = reduce_weighted(
-        reduce,
-        updates,
-        state.reducer,
-        comm,
-        weight,
-        plain=plain,
-        divide=cfg.normalize_by == "active",
-        forms=reducer.forms,
-    )
-    return mean, AllReduceState(reducer_state, jnp.where(jnp.any(some), state.empty, next_count(state.empty)))
+        # Only a plain mean takes the weights as one more leaf, and then needs no second collective.
+        plain = reducer.law == Law.MEAN and specs is None
+        mean, reducer_state, some = reduce_weighted(
+            reduce,
+            updates,
+            state.reducer,
+            comm,
+            weight,
+            plain=plain,
+            divide=self.normalize_by == "active",
+            forms=reducer.forms,
+        )
+        return mean, AllReduceState(reducer_state, jnp.where(jnp.any(some), state.empty, next_count(state.empty)))
 
+    def init_late(self, params: PyTree) -> State:
+        zeros = jax.tree.map(jnp.zeros_like, with_gradients(params))
+        numbers = jnp.zeros(len(jax.tree.leaves(zeros)), jnp.float32)
+        gradient, examples = bind((PerWorker(zeros), PerWorker(numbers)), self.axis)
+        return LateState(self.init(params), gradient, examples, jnp.array(False))
 
-def _init_late(cfg: _Config, params: PyTree) -> State:
-    zeros = jax.tree.map(jnp.zeros_like, with_gradients(params))
-    numbers = jnp.zeros(len(jax.tree.leaves(zeros)), jnp.float32)
-    gradient, examples = bind((PerWorker(zeros), PerWorker(numbers)), cfg.axis)
-    return LateState(_init(cfg, params), gradient, examples, jnp.array(False))
-
-
-def _update_late(
-    cfg: _Config,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    examples: Any = None,
-    active: Any = None,
-    **extra_args: Any,
-) -> tuple[Updates, State]:
-    """Reduces the last gradient and keeps this one; neither depends on the other."""
-    check_leaves(updates)
-    check_shapes(updates, params)
-    check_local(updates, cfg.axis)
-    late = jax.tree.map(lambda old, g: old.astype(g.dtype), state.gradient.value, updates)
-    weight = weight_of_leaves(examples, active, updates)
-    # One number weighs the last gradient where one does this one.
-    kept = state.examples.value
-    last = None if weight is None else jax.tree.structure(updates).unflatten(list(kept)) if weight.ndim else kept[0]
-    mean, inner = _update(cfg, late, state.inner, params, examples=last, **extra_args)
-    # The zeros of the first step are no gradient: warm starts of low rank, for example, would become zero too.
-    mean = tree_where(state.pending, mean, jax.tree.map(jnp.zeros_like, mean))
-    inner = tree_where(state.pending, inner, state.inner)
-    # A mean over no examples may be NaN, which would enter the mean over workers in `resize`.
-    gradient = updates if weight is None else zero_unless(weight > 0, updates)
-    gradient = jax.tree.map(lambda g, old: g.astype(old.dtype), gradient, state.gradient.value)
-    numbers = over(cfg.axis).varying(jnp.broadcast_to(jnp.float32(1) if weight is None else weight, kept.shape))
-    return mean, LateState(
-        inner, with_value(state.gradient, gradient), with_value(state.examples, numbers), jnp.array(True)
-    )
+    def update_late(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, State]:
+        """Reduces the last gradient and keeps this one; neither depends on the other."""
+        check_leaves(updates)
+        check_shapes(updates, params)
+        check_local(updates, self.axis)
+        late = jax.tree.map(lambda old, g: old.astype(g.dtype), state.gradient.value, updates)
+        weight = weight_of_leaves(examples, active, updates)
+        # One number weighs the last gradient where one does this one.
+        kept = state.examples.value
+        last = None if weight is None else jax.tree.structure(updates).unflatten(list(kept)) if weight.ndim else kept[0]
+        mean, inner = self.update(late, state.inner, params, examples=last, **extra_args)
+        # The zeros of the first step are no gradient: warm starts of low rank, for example, would become zero too.
+        mean = tree_where(state.pending, mean, jax.tree.map(jnp.zeros_like, mean))
+        inner = tree_where(state.pending, inner, state.inner)
+        # A mean over no examples may be NaN, which would enter the mean over workers in `resize`.
+        gradient = updates if weight is None else zero_unless(weight > 0, updates)
+        gradient = jax.tree.map(lambda g, old: g.astype(old.dtype), gradient, state.gradient.value)
+        numbers = over(self.axis).varying(jnp.broadcast_to(jnp.float32(1) if weight is None else weight, kept.shape))
+        return mean, LateState(
+            inner, with_value(state.gradient, gradient), with_value(state.examples, numbers), jnp.array(True)
+        )

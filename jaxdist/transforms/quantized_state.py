@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -119,35 +118,32 @@ def quantized_state(
     """
     if smallest < 1:
         raise ValueError(f"smallest must be at least 1, got {smallest}")
-    cfg = _Config(with_extra_args(inner), dynamic_fp8() if code is None else code, smallest)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    tx = _QuantizedState(with_extra_args(inner), dynamic_fp8() if code is None else code, smallest)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-class _Config(NamedTuple):
+class _QuantizedState(NamedTuple):
     inner: optax.GradientTransformationExtraArgs
     compressor: Compressor
     smallest: int
 
+    def init(self, params: PyTree) -> State:
+        state = self.inner.init(params)
+        if any(is_mark(x) for x in jax.tree.leaves(state, is_leaf=is_mark)):
+            raise ValueError(
+                "quantized_state needs an optimizer that does not communicate, and this one has leaves that differ "
+                "between workers or are sharded over them; put quantized_state inside, as in chain(all_reduce(...), "
+                "quantized_state(adam(...))), or use zero_redundancy(..., state_compressor=)"
+            )
+        return self._encode_state(state, jnp.zeros((), jnp.int32))
 
-def _init(cfg: _Config, params: PyTree) -> State:
-    state = cfg.inner.init(params)
-    if any(is_mark(x) for x in jax.tree.leaves(state, is_leaf=is_mark)):
-        raise ValueError(
-            "quantized_state needs an optimizer that does not communicate, and this one has leaves that differ between "
-            "workers or are sharded over them; put quantized_state inside, as in chain(all_reduce(...), "
-            "quantized_state(adam(...))), or use zero_redundancy(..., state_compressor=)"
-        )
-    return _encode_state(cfg, state, jnp.zeros((), jnp.int32))
+    def update(
+        self, updates: Updates, state: State, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[Updates, State]:
+        updates, new = self.inner.update(updates, decode_tree(self.compressor, state.inner), params, **extra_args)
+        return updates, self._encode_state(new, next_count(state.count))
 
-
-def _update(
-    cfg: _Config, updates: Updates, state: State, params: PyTree | None = None, **extra_args: Any
-) -> tuple[Updates, State]:
-    updates, new = cfg.inner.update(updates, decode_tree(cfg.compressor, state.inner), params, **extra_args)
-    return updates, _encode_state(cfg, new, next_count(state.count))
-
-
-def _encode_state(cfg: _Config, state: PyTree, count: Array) -> CompactState:
-    # The same key on all workers keeps replicated state replicated.
-    key = jax.random.fold_in(jax.random.key(0), count)
-    return CompactState(encode_tree(cfg.compressor, state, key, lambda x: worth_coding(x, cfg.smallest)), count)
+    def _encode_state(self, state: PyTree, count: Array) -> CompactState:
+        # The same key on all workers keeps replicated state replicated.
+        key = jax.random.fold_in(jax.random.key(0), count)
+        return CompactState(encode_tree(self.compressor, state, key, lambda x: worth_coding(x, self.smallest)), count)

@@ -117,14 +117,14 @@ def gathered(
             "secondary_partition=True gathers again in the backward pass, which remat=False does not: use only one"
         )
     form = shards_of(reducer, advice="gathered(..., reducer=exact())")
-    cfg = _Config(axis, form, compressor, secondary_partition)
+    tx = _Gathered(axis, form, compressor, secondary_partition)
 
     def run(params, kept, *args):
-        return f(_assemble(cfg, params, kept), *args)
+        return f(tx.assemble(params, kept), *args)
 
     # Common subexpressions are not merged: a gather shared by both passes would keep its result from one to the other.
     again = jax.checkpoint(run, prevent_cse=True) if remat else run
-    return lambda params, *args: again(params, _keep(cfg, params), *args)
+    return lambda params, *args: again(params, tx.keep(params), *args)
 
 
 def gathered_scan(
@@ -174,15 +174,15 @@ def gathered_scan(
             raise ValueError(
                 "prefetch=True gathers over all links in the backward pass too: leave out secondary_partition"
             )
-        cfg = _Config(axis, shards_of(reducer, advice="gathered(..., reducer=exact())"), compressor, False)
+        tx = _Gathered(axis, shards_of(reducer, advice="gathered(..., reducer=exact())"), compressor, False)
         # Everything is typed as varying throughout, since gathered arrays are.
         stacked, x, args = over(axis).varying((stacked, x, args))
-        return _scan_with_prefetch(f, lambda params: _assemble(cfg, params, _keep(cfg, params)), stacked, x, args)
+        return _scan_with_prefetch(f, lambda params: tx.assemble(params, tx.keep(params)), stacked, x, args)
     layer = gathered(f, axis=axis, reducer=reducer, compressor=compressor, secondary_partition=secondary_partition)
     return lax.scan(lambda x, params: (layer(params, x, *args), None), x, stacked)[0]
 
 
-class _Config(NamedTuple):
+class _Gathered(NamedTuple):
     """`form` is the reduce-scatter form of the reducer of gradients."""
 
     axis: AxisNames
@@ -190,51 +190,50 @@ class _Config(NamedTuple):
     compressor: Compressor | None
     secondary_partition: bool
 
+    def keep(self, params: PyTree) -> Any:
+        """The arrays to keep until the backward pass: payloads, or shards of this group's copy, or `()`."""
+        comm = over(self.axis)
+        sharded = [x for x in jax.tree.leaves(params, is_leaf=is_mark) if isinstance(x, Sharded)]
+        if not sharded or (self.compressor is None and not self.secondary_partition):
+            return ()
+        # No gradient flows through the rounding: `_straight_through` defines it.
+        shards = lax.stop_gradient([x.value for x in sharded])
+        if self.compressor is not None:
+            shards = encode(self.compressor, shards, [x.shape for x in sharded], _key_of(shards, comm), comm)
+        # hpZ: gather over the slow links now, once for both passes.
+        if self.secondary_partition:
+            shards = gather_payloads(shards, _levels(comm)[1], agreed=False)
+        return comm.varying(shards)
 
-def _keep(cfg: _Config, params: PyTree) -> Any:
-    """The arrays to keep from the forward to the backward pass: payloads, or shards of this group's copy, or `()`."""
-    comm = over(cfg.axis)
-    sharded = [x for x in jax.tree.leaves(params, is_leaf=is_mark) if isinstance(x, Sharded)]
-    if not sharded or (cfg.compressor is None and not cfg.secondary_partition):
-        return ()
-    # No gradient flows through the rounding: `_straight_through` defines it.
-    shards = lax.stop_gradient([x.value for x in sharded])
-    if cfg.compressor is not None:
-        shards = encode(cfg.compressor, shards, [x.shape for x in sharded], _key_of(shards, comm), comm)
-    # hpZ: gather over the slow links now, once for both passes.
-    if cfg.secondary_partition:
-        shards = gather_payloads(shards, _levels(comm)[1], agreed=False)
-    return comm.varying(shards)
+    def assemble(self, params: PyTree, kept: Any) -> PyTree:
+        """Whole parameters. The gradient for a shard is the mean over workers, as if nothing had been compressed."""
+        leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
+        likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.value.dtype) for leaf in leaves if isinstance(leaf, Sharded)]
+        if not likes:
+            return params
+        shards = _shards(params)
+        _check_memory(self.form, shards, likes)
+        check_sharding(
+            tree.unflatten([x if isinstance(x, Sharded) else None for x in leaves]), over(self.axis), caller="gathered"
+        )
+        full = iter(
+            jax.tree.leaves(_straight_through(partial(self._gather, likes), self.form, self.axis)(shards, kept))
+        )
+        return tree.unflatten([next(full) if isinstance(leaf, Sharded) else leaf for leaf in leaves])
 
-
-def _assemble(cfg: _Config, params: PyTree, kept: Any) -> PyTree:
-    """Whole parameters. The gradient for a shard is the mean over workers, as if nothing had been compressed."""
-    leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
-    likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.value.dtype) for leaf in leaves if isinstance(leaf, Sharded)]
-    if not likes:
-        return params
-    shards = _shards(params)
-    _check_memory(cfg.form, shards, likes)
-    check_sharding(
-        tree.unflatten([x if isinstance(x, Sharded) else None for x in leaves]), over(cfg.axis), caller="gathered"
-    )
-    full = iter(jax.tree.leaves(_straight_through(partial(_gather, cfg, likes), cfg.form, cfg.axis)(shards, kept)))
-    return tree.unflatten([next(full) if isinstance(leaf, Sharded) else leaf for leaf in leaves])
-
-
-def _gather(cfg: _Config, likes: Sequence[Like], shards: PyTree, kept: Any) -> PyTree:
-    """The full arrays, from the shards or from what `_keep` has kept of them."""
-    comm = over(cfg.axis)
-    shards, tree = jax.tree.flatten(shards)
-    if cfg.compressor is None and not cfg.secondary_partition:
-        rows = [comm.all_gather(shard, agreed=False) for shard in shards]
-    else:
-        rows = gather_payloads(kept, _levels(comm)[0] if cfg.secondary_partition else comm, agreed=False)
-        if cfg.secondary_partition:
-            rows = jax.tree.map(_by_worker, rows)
-        if cfg.compressor is not None:
-            rows = decode(cfg.compressor, rows, shards)
-    return tree.unflatten([unshard(row, like) for row, like in zip(rows, likes, strict=True)])
+    def _gather(self, likes: Sequence[Like], shards: PyTree, kept: Any) -> PyTree:
+        """The full arrays, from the shards or from what `_keep` has kept of them."""
+        comm = over(self.axis)
+        shards, tree = jax.tree.flatten(shards)
+        if self.compressor is None and not self.secondary_partition:
+            rows = [comm.all_gather(shard, agreed=False) for shard in shards]
+        else:
+            rows = gather_payloads(kept, _levels(comm)[0] if self.secondary_partition else comm, agreed=False)
+            if self.secondary_partition:
+                rows = jax.tree.map(_by_worker, rows)
+            if self.compressor is not None:
+                rows = decode(self.compressor, rows, shards)
+        return tree.unflatten([unshard(row, like) for row, like in zip(rows, likes, strict=True)])
 
 
 def _straight_through(forward: Callable[..., PyTree], form: Reducer, axis: AxisNames) -> Callable:

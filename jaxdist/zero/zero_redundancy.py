@@ -85,15 +85,6 @@ class _Gradients(NamedTuple):
     reduce_to_shards: Callable[..., tuple[Updates, State, Flag]]
 
 
-class _Config(NamedTuple):
-    inner: optax.GradientTransformationExtraArgs
-    gradients: _Gradients
-    codec: StateCodec
-    delivery: Delivery
-    master_dtype: Any
-    axis: AxisNames
-
-
 def zero_redundancy(
     inner: optax.GradientTransformation,
     *,
@@ -201,75 +192,132 @@ def zero_redundancy(
     else:
         code = contraction_form(compressor)
         delivery = deliver_encoded_updates(code) if master_dtype is None else deliver_encoded_params(code)
-    cfg = _Config(with_extra_args(inner), gradients, codec, delivery, master_dtype, axis)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    tx = _ZeroRedundancy(with_extra_args(inner), gradients, codec, delivery, master_dtype, axis)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-def _init(cfg: _Config, params: PyTree) -> ZeroState:
-    # `init` sees whole arrays as written; `place` cuts the marked ones.
-    values = jax.tree.map(lambda p: p.value if is_mark(p) else p, params, is_leaf=is_mark)
-    check_leaves(values)
-    optimized = jax.tree.map(lambda x: jnp.array(x, cfg.master_dtype or x.dtype), values)
-    inner = cfg.inner.init(optimized)
-    check_inner(inner)
-    master = () if cfg.master_dtype is None else jax.tree.map(_mark_sharded, optimized)
-    return ZeroState(
-        bind(cfg.codec.init(_mark_state(cfg, inner, optimized)), cfg.axis),
-        bind(master, cfg.axis),
-        jnp.zeros((), jnp.int32),
-        bind(cfg.gradients.init(params), cfg.axis),
-        bind(cfg.delivery.init(params), cfg.axis),
-    )
+class _ZeroRedundancy(NamedTuple):
+    inner: optax.GradientTransformationExtraArgs
+    gradients: _Gradients
+    codec: StateCodec
+    delivery: Delivery
+    master_dtype: Any
+    axis: AxisNames
 
+    def init(self, params: PyTree) -> ZeroState:
+        # `init` sees whole arrays as written; `place` cuts the marked ones.
+        values = jax.tree.map(lambda p: p.value if is_mark(p) else p, params, is_leaf=is_mark)
+        check_leaves(values)
+        optimized = jax.tree.map(lambda x: jnp.array(x, self.master_dtype or x.dtype), values)
+        inner = self.inner.init(optimized)
+        check_inner(inner)
+        master = () if self.master_dtype is None else jax.tree.map(_mark_sharded, optimized)
+        return ZeroState(
+            bind(self.codec.init(self._mark_state(inner, optimized)), self.axis),
+            bind(master, self.axis),
+            jnp.zeros((), jnp.int32),
+            bind(self.gradients.init(params), self.axis),
+            bind(self.delivery.init(params), self.axis),
+        )
 
-def _update(
-    cfg: _Config,
-    updates: Updates,
-    state: State,
-    params: PyTree = None,
-    *,
-    examples: Any = None,
-    active: Any = None,
-    moved: bool = False,
-    **extra_args: Any,
-) -> tuple[Updates, ZeroState]:
-    if params is None:
-        raise ValueError(NO_PARAMS)
-    refuse_model_axes("zero_redundancy", "use zero.zero_shardings with plain jit")
-    comm, given = over(cfg.axis), (updates, state)
-    updates, state, params = shard_for_one_worker((updates, state, params), cfg.axis)
-    with jax.named_scope("zero_redundancy"):
-        # Gradients of `Sharded` parameters (stage 3) are sharded and averaged already.
-        replicated = _without_marked(updates), _without_marked(params)
-        _check_arguments(cfg, *replicated, extra_args)
-        check_sharding(params, comm)
-        is_weighted = examples is not None or active is not None
-        if is_weighted and len(jax.tree.leaves(replicated[0])) < len(jax.tree.leaves(updates)):
-            raise ValueError(
-                "examples= and active= cannot weight the gradients of Sharded parameters, which are averaged already: "
-                "weigh the loss by the examples, local_value_and_grad(loss, weights=)"
-            )
-        weight = weight_of_leaves(examples, active, replicated[0])
-        # What `inner` calls is averaged, since it takes any whole array for the same on all workers.
-        extra_args = average_arguments(extra_args, cfg.axis, weight)
-        # g = reduce_scatter(g_w): this worker's shard of the mean. Schedules of reducers read the extras.
-        extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
-        means, reducer, used = cfg.gradients.reduce_to_shards(*replicated, state.reducer, weight, extras, comm)
-        some = used if isinstance(used, bool) else used.any()
-        shards = _fill_in(means, updates)
-        if moved and cfg.master_dtype is not None:
-            state = state._replace(master=_follow_params(state, params, comm))
-        # u, s = inner(g, s, θ_shard).
-        before = cfg.codec.decode(state.inner)
-        steps, after = _update_shards(cfg, shards, before, state.master, params, extra_args, comm)
-        after = _restore_marks(after, before, _used_state(cfg, before, params, used), comm)
-        inner = cfg.codec.encode(after, state.inner, some, comm)
-        # A step in which no worker had an example changes nothing, even if `inner` decays weights.
-        steps = steps if isinstance(used, bool) else zero_unless(used, steps)
-        # updates = all_gather(u).
-        out, master, coded = cfg.delivery.send(steps, params, state.master, state.coded, some, comm)
-    empty = jnp.where(some, state.empty, next_count(state.empty))
-    return unshard_for_one_worker((out, ZeroState(inner, master, empty, reducer, coded)), given, cfg.axis)
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        moved: bool = False,
+        **extra_args: Any,
+    ) -> tuple[Updates, ZeroState]:
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        refuse_model_axes("zero_redundancy", "use zero.zero_shardings with plain jit")
+        comm, given = over(self.axis), (updates, state)
+        updates, state, params = shard_for_one_worker((updates, state, params), self.axis)
+        with jax.named_scope("zero_redundancy"):
+            # Gradients of `Sharded` parameters (stage 3) are sharded and averaged already.
+            replicated = _without_marked(updates), _without_marked(params)
+            self._check_arguments(*replicated, extra_args)
+            check_sharding(params, comm)
+            is_weighted = examples is not None or active is not None
+            if is_weighted and len(jax.tree.leaves(replicated[0])) < len(jax.tree.leaves(updates)):
+                raise ValueError(
+                    "examples= and active= cannot weight the gradients of Sharded parameters, which are averaged "
+                    "already: weigh the loss by the examples, local_value_and_grad(loss, weights=)"
+                )
+            weight = weight_of_leaves(examples, active, replicated[0])
+            # What `inner` calls is averaged, since it takes any whole array for the same on all workers.
+            extra_args = average_arguments(extra_args, self.axis, weight)
+            # g = reduce_scatter(g_w): this worker's shard of the mean. Schedules of reducers read the extras.
+            extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
+            means, reducer, used = self.gradients.reduce_to_shards(*replicated, state.reducer, weight, extras, comm)
+            some = used if isinstance(used, bool) else used.any()
+            shards = _fill_in(means, updates)
+            if moved and self.master_dtype is not None:
+                state = state._replace(master=_follow_params(state, params, comm))
+            # u, s = inner(g, s, θ_shard).
+            before = self.codec.decode(state.inner)
+            steps, after = self._update_shards(shards, before, state.master, params, extra_args, comm)
+            after = _restore_marks(after, before, self._used_state(before, params, used), comm)
+            inner = self.codec.encode(after, state.inner, some, comm)
+            # A step in which no worker had an example changes nothing, even if `inner` decays weights.
+            steps = steps if isinstance(used, bool) else zero_unless(used, steps)
+            # updates = all_gather(u).
+            out, master, coded = self.delivery.send(steps, params, state.master, state.coded, some, comm)
+        empty = jnp.where(some, state.empty, next_count(state.empty))
+        return unshard_for_one_worker((out, ZeroState(inner, master, empty, reducer, coded)), given, self.axis)
+
+    def _check_arguments(self, updates: Updates, params: PyTree, extra_args: dict[str, Any]) -> None:
+        """Checks the gradients of replicated parameters, these parameters, and the optimizer's extra arguments."""
+        check_replicated(params, _without_marked(extra_args), self.axis)
+        check_leaves(updates)
+        check_shapes(updates, params)
+
+    def _update_shards(
+        self, shards: Updates, inner: State, master: PyTree, params: PyTree, extra_args: dict[str, Any], comm: Comm
+    ) -> tuple[Updates, State]:
+        """`inner.update` of whole arrays, evaluated on this worker's shards: a `Part` for each array."""
+        like = jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(p.shape, self.master_dtype or (p.value if is_mark(p) else p).dtype),
+            params,
+            is_leaf=is_mark,
+        )
+        # In their own dtype, as `inner` would get them otherwise: cast to float16, small ones would vanish.
+        keep = self.master_dtype is None and not _has_narrow_shards(inner)
+        like_gradients = jax.tree.map(
+            lambda x, p: jax.ShapeDtypeStruct(p.shape, x.dtype if keep else p.dtype), shards, like
+        )
+        gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), shards, like_gradients)
+        # Replicated parameters are known in full: an optimizer that needs a whole one does not gather it.
+        optimized = as_parts(params, comm) if self.master_dtype is None else as_parts(master)
+        # `local_steps` passes its anchor, which is sharded as the parameters are.
+        cut = {name: x for name, x in extra_args.items() if any(map(is_mark, jax.tree.leaves(x, is_leaf=is_mark)))}
+        return on_parts(
+            lambda *trees: self.inner.update(*trees[:3], **{**extra_args, **trees[3]}),
+            comm,
+            (like_gradients, _whole_shapes(inner), like, _whole_shapes(cut)),
+            (gradients, as_parts(inner), optimized, as_parts(cut)),
+        )
+
+    def _mark_state(self, state: State, params: PyTree) -> State:
+        """Marks as `Sharded` every array of an optimizer's state that is shaped like its parameter."""
+        # Factored moments belong to a parameter too but have other shapes: they stay replicated.
+        shapes = [x.shape for x in jax.tree.leaves(params)]
+        return jax.tree.map(
+            lambda x, k: _mark_sharded(x) if k != NO_PARAMETER and x.shape == shapes[k] else x,
+            state,
+            beside(self.inner.init, state, params),
+        )
+
+    def _used_state(self, state: State, params: PyTree, used: Flag) -> PyTree:
+        """For each array of the optimizer's state whether any worker had an example for the parameter it belongs to."""
+        if isinstance(used, bool) or not used.ndim:
+            return jax.tree.map(lambda _: used, state, is_leaf=is_mark)
+        owners = jax.tree.leaves(beside(self.inner.init, state, params))
+        _, structure = jax.tree.flatten(state, is_leaf=is_mark)
+        return structure.unflatten([used.any() if k == NO_PARAMETER else used[k] for k in owners])
 
 
 def _follow_params(state: ZeroState, params: PyTree, comm: Comm) -> PyTree:
@@ -281,40 +329,6 @@ def _follow_params(state: ZeroState, params: PyTree, comm: Comm) -> PyTree:
             "since links within a pod are fast, or master_dtype="
         )
     return follow_params(state.master, params, comm)
-
-
-def _check_arguments(cfg: _Config, updates: Updates, params: PyTree, extra_args: dict[str, Any]) -> None:
-    """Checks the gradients of replicated parameters, these parameters, and the optimizer's extra arguments."""
-    check_replicated(params, _without_marked(extra_args), cfg.axis)
-    check_leaves(updates)
-    check_shapes(updates, params)
-
-
-def _update_shards(
-    cfg: _Config, shards: Updates, inner: State, master: PyTree, params: PyTree, extra_args: dict[str, Any], comm: Comm
-) -> tuple[Updates, State]:
-    """`inner.update` of whole arrays, evaluated on this worker's shards: steps and state, a `Part` for each array."""
-    like = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, cfg.master_dtype or (p.value if is_mark(p) else p).dtype),
-        params,
-        is_leaf=is_mark,
-    )
-    # In their own dtype, as `inner` would get them otherwise: cast to float16, small ones would vanish.
-    keep = cfg.master_dtype is None and not _has_narrow_shards(inner)
-    like_gradients = jax.tree.map(
-        lambda x, p: jax.ShapeDtypeStruct(p.shape, x.dtype if keep else p.dtype), shards, like
-    )
-    gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), shards, like_gradients)
-    # Replicated parameters are known in full: an optimizer that needs a whole one does not gather it.
-    optimized = as_parts(params, comm) if cfg.master_dtype is None else as_parts(master)
-    # `local_steps` passes its anchor, which is sharded as the parameters are.
-    cut = {name: x for name, x in extra_args.items() if any(map(is_mark, jax.tree.leaves(x, is_leaf=is_mark)))}
-    return on_parts(
-        lambda *trees: cfg.inner.update(*trees[:3], **{**extra_args, **trees[3]}),
-        comm,
-        (like_gradients, _whole_shapes(inner), like, _whole_shapes(cut)),
-        (gradients, as_parts(inner), optimized, as_parts(cut)),
-    )
 
 
 def _init_reducer(form: Reducer, stage: int, params: PyTree) -> State:
@@ -365,17 +379,6 @@ def _shards_of_means(
     return jax.tree.map(lambda x: piece(x, comm), updates), state, True
 
 
-def _mark_state(cfg: _Config, state: State, params: PyTree) -> State:
-    """Marks as `Sharded` every array of an optimizer's state that is shaped like its parameter."""
-    # Factored moments belong to a parameter too but have other shapes: they stay replicated.
-    shapes = [x.shape for x in jax.tree.leaves(params)]
-    return jax.tree.map(
-        lambda x, k: _mark_sharded(x) if k != NO_PARAMETER and x.shape == shapes[k] else x,
-        state,
-        beside(cfg.inner.init, state, params),
-    )
-
-
 def _mark_sharded(x: Array) -> Sharded:
     return Sharded(x, multiple=MULTIPLE)
 
@@ -403,15 +406,6 @@ def _whole_shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.value.dtype) if is_mark(x) else x, tree, is_leaf=is_mark
     )
-
-
-def _used_state(cfg: _Config, state: State, params: PyTree, used: Flag) -> PyTree:
-    """For each array of the optimizer's state whether any worker had an example for the parameter it belongs to."""
-    if isinstance(used, bool) or not used.ndim:
-        return jax.tree.map(lambda _: used, state, is_leaf=is_mark)
-    owners = jax.tree.leaves(beside(cfg.inner.init, state, params))
-    _, structure = jax.tree.flatten(state, is_leaf=is_mark)
-    return structure.unflatten([used.any() if k == NO_PARAMETER else used[k] for k in owners])
 
 
 def _restore_marks(new: PyTree, old: PyTree, used: PyTree, comm: Comm) -> PyTree:

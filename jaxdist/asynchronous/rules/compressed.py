@@ -41,13 +41,6 @@ class _Codec(NamedTuple):
     decoders: dict[Spec, Any]
 
 
-class _Config(NamedTuple):
-    """The codecs by kind, and the kinds with error feedback."""
-
-    codecs: dict[str, _Codec]
-    feedback: tuple[str, ...]
-
-
 def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequence[str] = ()) -> Rule:
     """Compresses messages of the given kinds: `C(x)`, or with feedback `C(x + e)`, `e <- x + e - C(x + e)`.
 
@@ -90,61 +83,78 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
         if kind not in codes:
             raise ValueError(f"feedback={tuple(feedback)} needs a compressor for {kind!r}; codes has {sorted(codes)}")
     codecs = {kind: _codec(contraction_form(code) if kind in feedback else code) for kind, code in codes.items()}
-    cfg = _Config(codecs, tuple(feedback))
-    return Rule(rule.name, _compress_role(cfg, rule.worker), _compress_role(cfg, rule.server) if rule.server else None)
+    method = _Compressed(codecs, tuple(feedback))
+    return Rule(
+        rule.name, method.compress_role(rule.worker), method.compress_role(rule.server) if rule.server else None
+    )
 
 
-def _compress_role(cfg: _Config, role: Role) -> Role:
-    def init(site: Site, params: Any) -> Reaction:
-        inner, actions = role.init(site, params)
-        return _encode_actions(cfg, _CompressedRoleState(inner, site, 0, {}, ()), actions)
+class _Compressed(NamedTuple):
+    """The codecs by kind, and the kinds with error feedback."""
 
-    def receive(state: _CompressedRoleState, sender: int, message: Message) -> Reaction:
-        state, message = _decode_message(cfg, state, message)
-        inner, actions = role.receive(state.inner, sender, message)
-        return _encode_actions(cfg, state._replace(inner=inner), actions)
+    codecs: dict[str, _Codec]
+    feedback: tuple[str, ...]
 
-    return Role(init, receive, lambda state: role.params(state.inner), lambda state: role.waits_for(state.inner))
+    def compress_role(self, role: Role) -> Role:
+        def init(site: Site, params: Any) -> Reaction:
+            inner, actions = role.init(site, params)
+            return self._encode_actions(_CompressedRoleState(inner, site, 0, {}, ()), actions)
 
+        def receive(state: _CompressedRoleState, sender: int, message: Message) -> Reaction:
+            state, message = self._decode_message(state, message)
+            inner, actions = role.receive(state.inner, sender, message)
+            return self._encode_actions(state._replace(inner=inner), actions)
 
-def _encode_actions(cfg: _Config, state: _CompressedRoleState, actions: Actions) -> Reaction:
-    encoded = []
-    for action in actions:
-        state, action = _encode_action(cfg, state, action)
-        encoded.append(action)
-    return state, tuple(encoded)
+        return Role(init, receive, lambda state: role.params(state.inner), lambda state: role.waits_for(state.inner))
 
+    def _encode_actions(self, state: _CompressedRoleState, actions: Actions) -> Reaction:
+        encoded = []
+        for action in actions:
+            state, action = self._encode_action(state, action)
+            encoded.append(action)
+        return state, tuple(encoded)
 
-def _encode_action(cfg: _Config, state: _CompressedRoleState, action: Action) -> tuple[_CompressedRoleState, Action]:
-    if type(action) is Send:
-        message = action.message
-        if message.kind in cfg.codecs and message.value is not None:
-            state, value = _encode(cfg, state, message.kind, action.to, message.value)
-            return state, Send(action.to, message._replace(value=value))
-    elif type(action) is Reduce and REDUCED in cfg.codecs and type(action.value) is not int:
-        # All collectives share one residual; without feedback the receiver is not used.
-        state, value = _encode(cfg, state, REDUCED, 0, action.value)
-        # Payloads cannot be averaged: they are gathered, and each member averages what it decodes.
-        if action.op == "mean":
-            state = state._replace(means=(*state.means, action.tag))
-        return state, action._replace(value=value, op="gather")
-    return state, action
+    def _encode_action(self, state: _CompressedRoleState, action: Action) -> tuple[_CompressedRoleState, Action]:
+        if type(action) is Send:
+            message = action.message
+            if message.kind in self.codecs and message.value is not None:
+                state, value = self._encode(state, message.kind, action.to, message.value)
+                return state, Send(action.to, message._replace(value=value))
+        elif type(action) is Reduce and REDUCED in self.codecs and type(action.value) is not int:
+            # All collectives share one residual; without feedback the receiver is not used.
+            state, value = self._encode(state, REDUCED, 0, action.value)
+            # Payloads cannot be averaged: they are gathered, and each member averages what it decodes.
+            if action.op == "mean":
+                state = state._replace(means=(*state.means, action.tag))
+            return state, action._replace(value=value, op="gather")
+        return state, action
 
+    def _encode(
+        self, state: _CompressedRoleState, kind: str, to: int, value: Any
+    ) -> tuple[_CompressedRoleState, Encoded]:
+        codec, site, like = self.codecs[kind], state.site, spec_of(value)
+        words = np.array([site.seed & 0xFFFFFFFF, site.index + 1, state.sent], np.uint32)
+        state = state._replace(sent=state.sent + 1)
+        if kind not in self.feedback:
+            return state, Encoded(_to_message(codec, codec.encode(value, words), like), like)
+        # The first residual is zero.
+        residual = state.residuals.get((kind, to))
+        residual = codec.zeros(value) if residual is None else residual
+        payload, residual = codec.encode_with_feedback(value, residual, words)
+        state = state._replace(residuals=state.residuals | {(kind, to): residual})
+        return state, Encoded(_to_message(codec, payload, like), like)
 
-def _encode(
-    cfg: _Config, state: _CompressedRoleState, kind: str, to: int, value: Any
-) -> tuple[_CompressedRoleState, Encoded]:
-    codec, site, like = cfg.codecs[kind], state.site, spec_of(value)
-    words = np.array([site.seed & 0xFFFFFFFF, site.index + 1, state.sent], np.uint32)
-    state = state._replace(sent=state.sent + 1)
-    if kind not in cfg.feedback:
-        return state, Encoded(_to_message(codec, codec.encode(value, words), like), like)
-    # The first residual is zero.
-    residual = state.residuals.get((kind, to))
-    residual = codec.zeros(value) if residual is None else residual
-    payload, residual = codec.encode_with_feedback(value, residual, words)
-    state = state._replace(residuals=state.residuals | {(kind, to): residual})
-    return state, Encoded(_to_message(codec, payload, like), like)
+    def _decode_message(self, state: _CompressedRoleState, message: Message) -> tuple[_CompressedRoleState, Message]:
+        value = message.value
+        if type(value) is Encoded:
+            return state, message._replace(value=_decode(self.codecs[message.kind], value))
+        if message.kind == REDUCED and type(value) is tuple and value and type(value[0]) is Encoded:
+            value = tuple([_decode(self.codecs[REDUCED], part) for part in value])
+            if message.tag in state.means:
+                state = state._replace(means=tuple([tag for tag in state.means if tag != message.tag]))
+                value = mean_of(value)
+            return state, message._replace(value=value)
+        return state, message
 
 
 def _to_message(codec: _Codec, payload: Any, like: Spec) -> Any:
@@ -153,21 +163,6 @@ def _to_message(codec: _Codec, payload: Any, like: Spec) -> Any:
     if host is None or type(payload) is Spec:
         return payload
     return np.frombuffer(encode_all(host, force(payload), jax.tree.leaves(like.tree)), np.uint8)
-
-
-def _decode_message(
-    cfg: _Config, state: _CompressedRoleState, message: Message
-) -> tuple[_CompressedRoleState, Message]:
-    value = message.value
-    if type(value) is Encoded:
-        return state, message._replace(value=_decode(cfg.codecs[message.kind], value))
-    if message.kind == REDUCED and type(value) is tuple and value and type(value[0]) is Encoded:
-        value = tuple([_decode(cfg.codecs[REDUCED], part) for part in value])
-        if message.tag in state.means:
-            state = state._replace(means=tuple([tag for tag in state.means if tag != message.tag]))
-            value = mean_of(value)
-        return state, message._replace(value=value)
-    return state, message
 
 
 def _keep_integers(compressor: Compressor) -> Compressor:

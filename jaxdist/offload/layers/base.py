@@ -18,7 +18,7 @@ from ..nvme.disk import Access, Disk
 from ..nvme.files import Store, StreamedStats, check_store, folder_of_process
 from ..nvme.model import Model, describe
 from .parts import PartProgram, StackPart, init_program, lay_out_parts, reshape_vectors, update_program
-from .step import Config, LayerStack, Step, build_programs, check_reducer
+from .step import Config, LayerStack, Step, check_reducer
 
 EXACT = exact()
 
@@ -170,7 +170,7 @@ class _LayerStream:
         clip_norm: float | int | None,
     ):
         self.cfg, self.inner, self.store, self.prefetch, self.clip_norm = cfg, inner, store, prefetch, clip_norm
-        self.programs = build_programs(cfg)
+        self.programs = cfg.build_programs()
         self.opened: _Opened | None = None
 
     def init(self, layer: Callable[[int], PyTree], count: int, *, embed: PyTree, head: PyTree) -> int:

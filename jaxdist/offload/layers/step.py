@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -46,15 +45,6 @@ class LayerStack(NamedTuple):
     head: Callable[[PyTree, PyTree, Any], Array]
 
 
-class Config(NamedTuple):
-    """`axis` is `None` without a mesh."""
-
-    stack: LayerStack
-    reducer: Reducer
-    mesh: Mesh | None
-    axis: AxisNames
-
-
 class Programs(NamedTuple):
     """Compiled functions. Gradients of parameters are means over workers; `x` and its gradient are each worker's own.
 
@@ -76,78 +66,100 @@ class Programs(NamedTuple):
     embed_grads: Callable[..., PyTree]
 
 
-def build_programs(cfg: Config) -> Programs:
-    """Compiles each function when it is first called."""
-    # Of parameters every worker has all, of batches and activations its own examples.
-    whole, own = PartitionSpec(), PartitionSpec(axis_tuple(cfg.axis))
-    return Programs(
-        _compile(cfg, _embed, (whole, own), own),
-        _compile(cfg, _layer, (whole, own), own),
-        _compile(cfg, _head, (whole, own, own), whole),
-        _compile(cfg, _head_grads, (whole, own, own), (whole, whole, own)),
-        _compile(cfg, _layer_grads, (whole, own, own), (whole, own)),
-        _compile(cfg, _embed_grads, (whole, own, own), whole),
-    )
+class Config(NamedTuple):
+    """`axis` is `None` without a mesh."""
 
+    stack: LayerStack
+    reducer: Reducer
+    mesh: Mesh | None
+    axis: AxisNames
 
-def _compile(cfg: Config, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    f = partial(f, cfg)
-    if cfg.mesh is None:
-        return jax.jit(f)
-    names = set(cfg.mesh.axis_names)
-    return jax.jit(
-        shard_map(f, mesh=cfg.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=True)
-    )
+    def build_programs(self) -> Programs:
+        """Compiles each function when it is first called."""
+        # Of parameters every worker has all, of batches and activations its own examples.
+        whole, own = PartitionSpec(), PartitionSpec(axis_tuple(self.axis))
+        return Programs(
+            self._compile(self._embed, (whole, own), own),
+            self._compile(self._layer, (whole, own), own),
+            self._compile(self._head, (whole, own, own), whole),
+            self._compile(self._head_grads, (whole, own, own), (whole, whole, own)),
+            self._compile(self._layer_grads, (whole, own, own), (whole, own)),
+            self._compile(self._embed_grads, (whole, own, own), whole),
+        )
 
+    def _compile(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        if self.mesh is None:
+            return jax.jit(f)
+        names = set(self.mesh.axis_names)
+        return jax.jit(
+            shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=True)
+        )
 
-def _own(cfg: Config, params: PyTree) -> PyTree:
-    # Else the gradient of replicated parameters would be summed over workers by `jax.vjp` itself.
-    return over(cfg.axis).varying(params)
+    def _own(self, params: PyTree) -> PyTree:
+        # Else the gradient of replicated parameters would be summed over workers by `jax.vjp` itself.
+        return over(self.axis).varying(params)
 
+    def _mean(self, grads: PyTree) -> PyTree:
+        """The mean of a part's gradients over workers: one call of the reducer for each part, in the backward pass."""
+        if not jax.tree.leaves(grads):
+            return grads
+        return self.reducer.reduce(grads, self.reducer.init(grads), over(self.axis), NO_EXTRAS)[0].mean
 
-def _mean(cfg: Config, grads: PyTree) -> PyTree:
-    """The mean of a part's gradients over workers: one call of the reducer for each part, in the backward pass."""
-    if not jax.tree.leaves(grads):
-        return grads
-    return cfg.reducer.reduce(grads, cfg.reducer.init(grads), over(cfg.axis), NO_EXTRAS)[0].mean
+    def _embed(self, params: PyTree, batch: Any) -> PyTree:
+        x = self.stack.embed(self._own(params), batch)
+        for leaf in jax.tree.leaves(x):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ValueError(
+                    f"embed must return floating arrays, got one of {leaf.dtype}: convert it, or leave it out"
+                )
+        return x
 
+    def _layer(self, params: PyTree, x: PyTree) -> PyTree:
+        y = self.stack.layer(self._own(params), x)
+        kinds = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree) for tree in (x, y)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"a layer must return what it takes, {kinds[0]}, got {kinds[1]}")
+        return y
 
-def _embed(cfg: Config, params: PyTree, batch: Any) -> PyTree:
-    x = cfg.stack.embed(_own(cfg, params), batch)
-    for leaf in jax.tree.leaves(x):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(f"embed must return floating arrays, got one of {leaf.dtype}: convert it, or leave it out")
-    return x
+    def _head(self, params: PyTree, x: PyTree, batch: Any) -> Array:
+        return over(self.axis).mean(self.stack.head(self._own(params), x, batch))
 
+    def _head_grads(self, params: PyTree, x: PyTree, batch: Any) -> tuple[Array, PyTree, PyTree]:
+        value_and_grad = jax.value_and_grad(self.stack.head, argnums=(0, 1))
+        loss, (grads, cotangent) = value_and_grad(self._own(params), x, batch)
+        return over(self.axis).mean(loss), self._mean(grads), cotangent
 
-def _layer(cfg: Config, params: PyTree, x: PyTree) -> PyTree:
-    y = cfg.stack.layer(_own(cfg, params), x)
-    kinds = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree) for tree in (x, y)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(f"a layer must return what it takes, {kinds[0]}, got {kinds[1]}")
-    return y
+    def _layer_grads(self, params: PyTree, x: PyTree, cotangent: PyTree) -> tuple[PyTree, PyTree]:
+        _, pull_back = jax.vjp(self.stack.layer, self._own(params), x)
+        grads, cotangent = pull_back(cotangent)
+        return self._mean(grads), cotangent
 
+    def _embed_grads(self, params: PyTree, batch: Any, cotangent: PyTree) -> PyTree:
+        _, pull_back = jax.vjp(lambda params: self.stack.embed(params, batch), self._own(params))
+        (grads,) = pull_back(cotangent)
+        return self._mean(grads)
 
-def _head(cfg: Config, params: PyTree, x: PyTree, batch: Any) -> Array:
-    return over(cfg.axis).mean(cfg.stack.head(_own(cfg, params), x, batch))
+    def place_params(self, tree: Any, leaves: list[np.ndarray]) -> PyTree:
+        """Copies parameters to the device, or to all devices of the mesh."""
+        where = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        # The context `jax.enable_x64` holds for one thread, and this is the one that reads ahead.
+        for leaf in leaves:
+            check_dtype(leaf.dtype)
+        return tree.unflatten(jax.device_put(leaves, where))
 
-
-def _head_grads(cfg: Config, params: PyTree, x: PyTree, batch: Any) -> tuple[Array, PyTree, PyTree]:
-    value_and_grad = jax.value_and_grad(cfg.stack.head, argnums=(0, 1))
-    loss, (grads, cotangent) = value_and_grad(_own(cfg, params), x, batch)
-    return over(cfg.axis).mean(loss), _mean(cfg, grads), cotangent
-
-
-def _layer_grads(cfg: Config, params: PyTree, x: PyTree, cotangent: PyTree) -> tuple[PyTree, PyTree]:
-    _, pull_back = jax.vjp(cfg.stack.layer, _own(cfg, params), x)
-    grads, cotangent = pull_back(cotangent)
-    return _mean(cfg, grads), cotangent
-
-
-def _embed_grads(cfg: Config, params: PyTree, batch: Any, cotangent: PyTree) -> PyTree:
-    _, pull_back = jax.vjp(lambda params: cfg.stack.embed(params, batch), _own(cfg, params))
-    (grads,) = pull_back(cotangent)
-    return _mean(cfg, grads)
+    def place_batch(self, batch: PyTree) -> PyTree:
+        """Copies a batch to the device, or splits it over the workers along its first dimension."""
+        if self.mesh is None:
+            return jax.device_put(batch)
+        names = axis_tuple(self.axis)
+        workers = math.prod(self.mesh.shape[name] for name in names)
+        for leaf in jax.tree.leaves(batch):
+            if not np.ndim(leaf) or np.shape(leaf)[0] % workers:
+                raise ValueError(
+                    f"a batch of shape {np.shape(leaf)} cannot be split over {workers} workers: its first dimension "
+                    f"must be a multiple of {workers}"
+                )
+        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(names)))
 
 
 def check_reducer(reducer: Reducer) -> None:
@@ -158,30 +170,6 @@ def check_reducer(reducer: Reducer) -> None:
             f"the gradient of a layer is averaged when it has been computed, and nothing is kept of it, but {reducer} "
             "keeps residuals or random keys from step to step: use exact()"
         )
-
-
-def place_params(cfg: Config, tree: Any, leaves: list[np.ndarray]) -> PyTree:
-    """Copies parameters to the device, or to all devices of the mesh."""
-    where = None if cfg.mesh is None else NamedSharding(cfg.mesh, PartitionSpec())
-    # The context `jax.enable_x64` holds for one thread, and this is the one that reads ahead.
-    for leaf in leaves:
-        check_dtype(leaf.dtype)
-    return tree.unflatten(jax.device_put(leaves, where))
-
-
-def place_batch(cfg: Config, batch: PyTree) -> PyTree:
-    """Copies a batch to the device, or splits it over the workers along its first dimension."""
-    if cfg.mesh is None:
-        return jax.device_put(batch)
-    names = axis_tuple(cfg.axis)
-    workers = math.prod(cfg.mesh.shape[name] for name in names)
-    for leaf in jax.tree.leaves(batch):
-        if not np.ndim(leaf) or np.shape(leaf)[0] % workers:
-            raise ValueError(
-                f"a batch of shape {np.shape(leaf)} cannot be split over {workers} workers: its first dimension must "
-                f"be a multiple of {workers}"
-            )
-    return jax.device_put(batch, NamedSharding(cfg.mesh, PartitionSpec(names)))
 
 
 def to_host(x: PyTree) -> PyTree:
@@ -242,7 +230,7 @@ class Step:
     ):
         self.cfg, self.programs, self.parts = cfg, programs, parts
         self.updates, self.numbers, self.clip_norm = updates, numbers, clip_norm
-        self.batch = place_batch(cfg, batch)
+        self.batch = cfg.place_batch(batch)
         self.visits = self._schedule(train)
         # Parameters that the reading thread has copied to the device, by visit.
         self.placed: dict[int, PyTree] = {}
@@ -276,8 +264,8 @@ class Step:
         visit = self.visits[k]
         if visit.needs_params:
             part = self.parts[visit.part]
-            self.placed[k] = place_params(
-                self.cfg, part.model.tree, reshape_vectors(part.model, part.param_vectors(data))
+            self.placed[k] = self.cfg.place_params(
+                part.model.tree, reshape_vectors(part.model, part.param_vectors(data))
             )
 
     def visit(self, k: int, data: np.ndarray) -> None:

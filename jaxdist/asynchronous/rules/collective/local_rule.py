@@ -1,7 +1,6 @@
 """The rule that variants of local SGD share: local steps, a snapshot, and the merge of its average."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import jax
@@ -97,7 +96,7 @@ def local_rule(
             f"delay must be in [0, sync_period={sync_period}), got {delay}: only one average may be in progress"
         )
 
-    cfg = _Config(
+    rule = _LocalRule(
         name,
         *optimizer_on_values(optimizer, step),
         numeric(_to_working_dtype, shared=True),
@@ -106,11 +105,11 @@ def local_rule(
         delay,
         interval,
     )
-    worker = Role(partial(_init, cfg), partial(_receive, cfg), lambda state: state.anchor, partial(_waits_for, cfg))
+    worker = Role(rule.init, rule.receive, lambda state: state.anchor, rule.waits_for)
     return Rule(name, worker)
 
 
-class _Config(NamedTuple):
+class _LocalRule(NamedTuple):
     """The arguments of `local_rule`, as functions of values."""
 
     name: str
@@ -124,94 +123,86 @@ class _Config(NamedTuple):
     delay: int | None
     interval: Number
 
+    def init(self, site: Site, params: Any) -> Reaction:
+        if len(self.sync_periods) not in (1, site.workers):
+            raise ValueError(f"sync_period must be one number or {site.workers}, one a worker, got {self.sync_periods}")
+        anchor = self.to_working_dtype(params)
+        state = _LocalState(site, params, self.start(params), anchor, self.start_outer(anchor))
+        state, clock = self._wind_clock(state)
+        return state, (Compute(params, 0), *clock)
 
-def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
-    if len(cfg.sync_periods) not in (1, site.workers):
-        raise ValueError(f"sync_period must be one number or {site.workers}, one a worker, got {cfg.sync_periods}")
-    anchor = cfg.to_working_dtype(params)
-    state = _LocalState(site, params, cfg.start(params), anchor, cfg.start_outer(anchor))
-    state, clock = _wind_clock(cfg, state)
-    return state, (Compute(params, 0), *clock)
+    def _wind_clock(self, state: _LocalState) -> Reaction:
+        """Without an interval a snapshot is always due, and there is no timer."""
+        if not self.interval:
+            return state, ()
+        clock = state.clock + 1
+        return state._replace(due=False, clock=clock), (After(self.interval, clock),)
 
+    @no_type_check
+    def receive(self, state: _LocalState, sender: int, message: Message) -> Reaction:
+        kind, records = message.kind, ()
+        if kind == protocol.COMPUTED:
+            records = (GradientRecord(state.site.index, message.version, state.version),)
+            state = self._local_step(state, message)
+        elif kind == protocol.REDUCED:
+            # The global parameters are updated as soon as the average arrives, at all workers at once.
+            anchor, outer_state = self.outer_step(state.anchor, state.outer_state, message.value)
+            state = state._replace(anchor=anchor, outer_state=outer_state, back=True)
+            # A step in the trace is an average.
+            records = step_records(state.site, state.version + 1, state.sent_oldest)
+        elif kind == protocol.RECOVERED:
+            # The gradient that was running is lost, and the timer may be: another takes its place.
+            state = state._replace(computing=False)
+            if not state.due:
+                state, records = self._wind_clock(state)
+        elif kind == protocol.TIMER:
+            state = state._replace(due=state.due or message.tag == state.clock)
+        else:
+            raise unknown_message(f"a worker of {self.name}", message)
+        state, reduce = self._try_snapshot(self._merge_if_due(state))
+        actions = (*records, *reduce)
+        if state.computing or self._is_waiting(state):
+            return state, actions
+        if reduce and self.delay is None:
+            # Where messages take no time, the average arrives at this same instant: look before continuing.
+            return state, (*actions, After(0))
+        return state._replace(computing=True), (*actions, Compute(state.params, state.version))
 
-def _wind_clock(cfg: _Config, state: _LocalState) -> Reaction:
-    """Without an interval a snapshot is always due, and there is no timer."""
-    if not cfg.interval:
-        return state, ()
-    clock = state.clock + 1
-    return state._replace(due=False, clock=clock), (After(cfg.interval, clock),)
+    def _local_step(self, state: _LocalState, message: Message) -> _LocalState:
+        site = state.site
+        # For random local steps: the same numbers in a replay and on real processes.
+        words = np.array([site.seed & 0xFFFFFFFF, site.index, state.total], np.uint32)
+        params, opt_state = self.step(state.params, state.opt_state, message.value, state.anchor, words)
+        return state._replace(
+            params=params,
+            opt_state=opt_state,
+            steps=state.steps + 1,
+            oldest=state.oldest if state.steps else message.version,
+            total=state.total + 1,
+            computing=False,
+        )
 
+    def _merge_if_due(self, state: _LocalState) -> _LocalState:
+        """Merges an average that has arrived into this worker's model, if it is due."""
+        if not state.back or (self.delay is not None and state.steps < self.delay):
+            return state
+        anchor, params = state.anchor, state.params
+        # Without local steps since the snapshot the model is the anchor itself.
+        params = _merge(params, anchor, state.sent) if state.steps else _cast_like(anchor, params)
+        return state._replace(params=params, version=state.version + 1, sent=None, back=False)
 
-@no_type_check
-def _receive(cfg: _Config, state: _LocalState, sender: int, message: Message) -> Reaction:
-    kind, records = message.kind, ()
-    if kind == protocol.COMPUTED:
-        records = (GradientRecord(state.site.index, message.version, state.version),)
-        state = _local_step(cfg, state, message)
-    elif kind == protocol.REDUCED:
-        # The global parameters are updated as soon as the average arrives, at all workers at once.
-        anchor, outer_state = cfg.outer_step(state.anchor, state.outer_state, message.value)
-        state = state._replace(anchor=anchor, outer_state=outer_state, back=True)
-        # A step in the trace is an average.
-        records = step_records(state.site, state.version + 1, state.sent_oldest)
-    elif kind == protocol.RECOVERED:
-        # The gradient that was running is lost, and the timer may be: another takes its place.
-        state = state._replace(computing=False)
-        if not state.due:
-            state, records = _wind_clock(cfg, state)
-    elif kind == protocol.TIMER:
-        state = state._replace(due=state.due or message.tag == state.clock)
-    else:
-        raise unknown_message(f"a worker of {cfg.name}", message)
-    state, reduce = _try_snapshot(cfg, _merge_if_due(cfg, state))
-    actions = (*records, *reduce)
-    if state.computing or _is_waiting(cfg, state):
-        return state, actions
-    if reduce and cfg.delay is None:
-        # Where messages take no time, the average arrives at this same instant: look once before continuing without it.
-        return state, (*actions, After(0))
-    return state._replace(computing=True), (*actions, Compute(state.params, state.version))
+    def _try_snapshot(self, state: _LocalState) -> Reaction:
+        """Starts the next average, if the last one is merged and enough local steps were taken."""
+        # H, or H_i.
+        period = self.sync_periods[state.site.index % len(self.sync_periods)]
+        if state.sent is not None or state.steps < period or not state.due:
+            return state, ()
+        reduce = reduce_all(state.site, state.version, _drift(state.anchor, state.params))
+        state, clock = self._wind_clock(state._replace(sent=state.params, sent_oldest=state.oldest, steps=0))
+        return state, (reduce, *clock)
 
+    def _is_waiting(self, state: _LocalState) -> bool:
+        return state.sent is not None and self.delay is not None and state.steps >= self.delay
 
-def _local_step(cfg: _Config, state: _LocalState, message: Message) -> _LocalState:
-    site = state.site
-    # For random local steps: the same numbers in a replay and on real processes.
-    words = np.array([site.seed & 0xFFFFFFFF, site.index, state.total], np.uint32)
-    params, opt_state = cfg.step(state.params, state.opt_state, message.value, state.anchor, words)
-    return state._replace(
-        params=params,
-        opt_state=opt_state,
-        steps=state.steps + 1,
-        oldest=state.oldest if state.steps else message.version,
-        total=state.total + 1,
-        computing=False,
-    )
-
-
-def _merge_if_due(cfg: _Config, state: _LocalState) -> _LocalState:
-    """Merges an average that has arrived into this worker's model, if it is due."""
-    if not state.back or (cfg.delay is not None and state.steps < cfg.delay):
-        return state
-    anchor, params = state.anchor, state.params
-    # Without local steps since the snapshot the model is the anchor itself.
-    params = _merge(params, anchor, state.sent) if state.steps else _cast_like(anchor, params)
-    return state._replace(params=params, version=state.version + 1, sent=None, back=False)
-
-
-def _try_snapshot(cfg: _Config, state: _LocalState) -> Reaction:
-    """Starts the next average, if the last one is merged and enough local steps were taken."""
-    # H, or H_i.
-    period = cfg.sync_periods[state.site.index % len(cfg.sync_periods)]
-    if state.sent is not None or state.steps < period or not state.due:
-        return state, ()
-    reduce = reduce_all(state.site, state.version, _drift(state.anchor, state.params))
-    state, clock = _wind_clock(cfg, state._replace(sent=state.params, sent_oldest=state.oldest, steps=0))
-    return state, (reduce, *clock)
-
-
-def _is_waiting(cfg: _Config, state: _LocalState) -> bool:
-    return state.sent is not None and cfg.delay is not None and state.steps >= cfg.delay
-
-
-def _waits_for(cfg: _Config, state: _LocalState) -> tuple[int, ...]:
-    return other_workers(state.site) if _is_waiting(cfg, state) else ()
+    def waits_for(self, state: _LocalState) -> tuple[int, ...]:
+        return other_workers(state.site) if self._is_waiting(state) else ()

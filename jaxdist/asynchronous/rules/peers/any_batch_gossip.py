@@ -33,16 +33,6 @@ class _RoundState(NamedTuple):
     count: int
 
 
-class _Config(NamedTuple):
-    """The window, the graph, and functions of values: the optimizer's first state, its step, and the average."""
-
-    window: Number
-    graph: Graph
-    start: Callable[..., Any]
-    adapt: Callable[..., Any]
-    average: Callable[..., Any]
-
-
 def any_batch_gossip(
     window: Number,
     graph: Graph,
@@ -96,10 +86,10 @@ def any_batch_gossip(
     if weights not in ("batch", "uniform"):
         raise ValueError(f'weights must be "batch" or "uniform", got {weights!r}')
     adapt = numeric(partial(_adapt, optimizer, weights == "batch"), outputs=2)
-    cfg = _Config(window, graph, numeric(optimizer.init), adapt, numeric(_average))
+    rule = _AnyBatchGossip(window, graph, numeric(optimizer.init), adapt, numeric(_average))
     role = Role(
-        partial(_init, cfg),
-        partial(_receive, cfg),
+        rule.init,
+        rule.receive,
         params=lambda state: state.peers.params,
         waits_for=lambda state: waits_for(state.peers),
     )
@@ -137,52 +127,57 @@ def _average(params: PyTree, own: tuple[PyTree, Any], weights: Any, *others: tup
     return jax.tree.map(lambda old, x: jnp.where(total > 0, x, old), params, mean)
 
 
-def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
-    rounds = rounds_of_workers(graph_of(cfg.graph, site.workers))[site.index]
-    return _begin_round(cfg, NeighborState(site, rounds, params, cfg.start(params), 0, True, None, {}, {}))
+class _AnyBatchGossip(NamedTuple):
+    """The window, the graph, and functions of values: the optimizer's first state, its step, and the average."""
 
+    window: Number
+    graph: Graph
+    start: Callable[..., Any]
+    adapt: Callable[..., Any]
+    average: Callable[..., Any]
 
-def _begin_round(cfg: _Config, peers: NeighborState) -> Reaction:
-    state = _RoundState(peers, zeros_for_sum(peers.params), 0)
-    # The timer has the tag of its round, so that one of an earlier round is ignored.
-    return state, (After(cfg.window, peers.version), Compute(peers.params, peers.version))
+    def init(self, site: Site, params: Any) -> Reaction:
+        rounds = rounds_of_workers(graph_of(self.graph, site.workers))[site.index]
+        return self._begin_round(NeighborState(site, rounds, params, self.start(params), 0, True, None, {}, {}))
 
+    def _begin_round(self, peers: NeighborState) -> Reaction:
+        state = _RoundState(peers, zeros_for_sum(peers.params), 0)
+        # The timer has the tag of its round, so that one of an earlier round is ignored.
+        return state, (After(self.window, peers.version), Compute(peers.params, peers.version))
 
-@no_type_check
-def _receive(cfg: _Config, state: _RoundState, sender: int, message: Message) -> Reaction:
-    kind, peers = message.kind, state.peers
-    if kind == protocol.COMPUTED:
-        state = state._replace(total=add(state.total, message.value), count=state.count + 1)
-        record = GradientRecord(peers.site.index, peers.version, peers.version)
-        return state, (record, Compute(peers.params, peers.version))
-    if kind == protocol.TIMER:
-        return _end_window(cfg, state) if peers.computing and message.tag == peers.version else (state, ())
-    peers, replies = receive_from_peer(peers, sender, message)
-    state = state._replace(peers=peers)
-    # The timer may have expired during an outage.
-    end = _end_window if kind == protocol.RECOVERED and peers.computing else _try_advance
-    state, actions = end(cfg, state)
-    return state, replies + actions
+    @no_type_check
+    def receive(self, state: _RoundState, sender: int, message: Message) -> Reaction:
+        kind, peers = message.kind, state.peers
+        if kind == protocol.COMPUTED:
+            state = state._replace(total=add(state.total, message.value), count=state.count + 1)
+            record = GradientRecord(peers.site.index, peers.version, peers.version)
+            return state, (record, Compute(peers.params, peers.version))
+        if kind == protocol.TIMER:
+            return self._end_window(state) if peers.computing and message.tag == peers.version else (state, ())
+        peers, replies = receive_from_peer(peers, sender, message)
+        state = state._replace(peers=peers)
+        # The timer may have expired during an outage.
+        end = self._end_window if kind == protocol.RECOVERED and peers.computing else self._try_advance
+        state, actions = end(state)
+        return state, replies + actions
 
+    @no_type_check
+    def _end_window(self, state: _RoundState) -> Reaction:
+        peers = state.peers
+        message, opt_state = self.adapt(peers.params, peers.opt_state, state.total, float(state.count))
+        peers = peers._replace(computing=False, result=message, opt_state=opt_state)
+        peers, sends = send_model(peers, message)
+        state, actions = self._try_advance(state._replace(peers=peers))
+        return state, (Cancel(), *sends, *actions)
 
-@no_type_check
-def _end_window(cfg: _Config, state: _RoundState) -> Reaction:
-    peers = state.peers
-    message, opt_state = cfg.adapt(peers.params, peers.opt_state, state.total, float(state.count))
-    peers = peers._replace(computing=False, result=message, opt_state=opt_state)
-    peers, sends = send_model(peers, message)
-    state, actions = _try_advance(cfg, state._replace(peers=peers))
-    return state, (Cancel(), *sends, *actions)
-
-
-@no_type_check
-def _try_advance(cfg: _Config, state: _RoundState) -> Reaction:
-    """Begins the next round if the window has ended and all messages of this one are there."""
-    peers, found = state.peers, models_of_iteration(state.peers)
-    if found is None:
-        return state, ()
-    round_number, (weights, others) = peers.version, found
-    params = cfg.average(peers.params, peers.result, weights, *others)
-    peers, used = end_iteration(peers, params, peers.opt_state)
-    state, actions = _begin_round(cfg, peers)
-    return state, (StepRecord(round_number + 1, round_number), *actions, *used)
+    @no_type_check
+    def _try_advance(self, state: _RoundState) -> Reaction:
+        """Begins the next round if the window has ended and all messages of this one are there."""
+        peers, found = state.peers, models_of_iteration(state.peers)
+        if found is None:
+            return state, ()
+        round_number, (weights, others) = peers.version, found
+        params = self.average(peers.params, peers.result, weights, *others)
+        peers, used = end_iteration(peers, params, peers.opt_state)
+        state, actions = self._begin_round(peers)
+        return state, (StepRecord(round_number + 1, round_number), *actions, *used)

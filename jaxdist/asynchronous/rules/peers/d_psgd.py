@@ -97,18 +97,8 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     on_values = optimizer_on_values(optimizer, partial(combine_and_adapt, combine))
-    cfg = _Config(graph, order == "adapt_then_combine", numeric(combine), *on_values)
-    return Rule("d_psgd", Role(partial(_init, cfg), partial(_receive, cfg), params_of, waits_for))
-
-
-class _Config(NamedTuple):
-    """The graph, the order, and functions of values: `Σ_j W_ij x_j`, the optimizer's first state, and both's step."""
-
-    graph: Graph
-    adapt_first: bool
-    combine: Callable[..., Any]
-    start: Callable[..., Any]
-    step: Callable[..., Any]
+    rule = _DPSGD(graph, order == "adapt_then_combine", numeric(combine), *on_values)
+    return Rule("d_psgd", Role(rule.init, rule.receive, params_of, waits_for))
 
 
 def combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
@@ -123,15 +113,60 @@ def combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
     return jax.tree.map(combine_leaves, params, *others)
 
 
-def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
-    rounds = rounds_of_workers(graph_of(cfg.graph, site.workers))[site.index]
-    return _begin_iteration(cfg, NeighborState(site, rounds, params, cfg.start(params), 0, True, None, {}, {}))
+class _DPSGD(NamedTuple):
+    """The graph, the order, and functions of values: `Σ_j W_ij x_j`, the optimizer's first state, and both's step."""
 
+    graph: Graph
+    adapt_first: bool
+    combine: Callable[..., Any]
+    start: Callable[..., Any]
+    step: Callable[..., Any]
 
-@no_type_check
-def _begin_iteration(cfg: _Config, state: NeighborState) -> Reaction:
-    state, sends = (state, ()) if cfg.adapt_first else send_model(state, state.params)
-    return state, (*sends, Compute(state.params, state.version))
+    def init(self, site: Site, params: Any) -> Reaction:
+        rounds = rounds_of_workers(graph_of(self.graph, site.workers))[site.index]
+        return self._begin_iteration(NeighborState(site, rounds, params, self.start(params), 0, True, None, {}, {}))
+
+    @no_type_check
+    def _begin_iteration(self, state: NeighborState) -> Reaction:
+        state, sends = (state, ()) if self.adapt_first else send_model(state, state.params)
+        return state, (*sends, Compute(state.params, state.version))
+
+    @no_type_check
+    def receive(self, state: NeighborState, sender: int, message: Message) -> Reaction:
+        if message.kind == protocol.COMPUTED:
+            return self._on_gradient(state, message.value)
+        if message.kind == protocol.RECOVERED:
+            state, actions = receive_from_peer(state, sender, message)
+            return state, ((Compute(state.params, state.version),) if state.computing else ()) + actions
+        state, replies = receive_from_peer(state, sender, message)
+        state, actions = self._try_advance(state)
+        return state, replies + actions
+
+    @no_type_check
+    def _on_gradient(self, state: NeighborState, gradient: Any) -> Reaction:
+        if not self.adapt_first:
+            return self._try_advance(state._replace(computing=False, result=gradient))
+        # x_i + u_i, without neighbors
+        adapted, opt_state = self.step(state.params, state.opt_state, gradient, ())
+        state = state._replace(computing=False, result=adapted, opt_state=opt_state)
+        state, sends = send_model(state, adapted)
+        state, actions = self._try_advance(state)
+        return state, (*sends, *actions)
+
+    @no_type_check
+    def _try_advance(self, state: NeighborState) -> Reaction:
+        """Begins the next iteration if the gradient and all models of this one are known."""
+        k, found = state.version, models_of_iteration(state)
+        if found is None:
+            return state, ()
+        weights, others = found
+        if self.adapt_first:
+            params, opt_state = self.combine(state.result, weights, *others), state.opt_state
+        else:
+            params, opt_state = self.step(state.params, state.opt_state, state.result, weights, *others)
+        state, used = end_iteration(state, params, opt_state)
+        state, actions = self._begin_iteration(state)
+        return state, (GradientRecord(state.site.index, k, k), StepRecord(k + 1, k), *actions, *used)
 
 
 @no_type_check
@@ -141,18 +176,6 @@ def send_model(state: NeighborState, model: Any) -> Reaction:
     destinations = rounds.destinations[rounds.at(k)]
     outbox = state.outbox | {(to, k): model for to in destinations}
     return state._replace(outbox=outbox), tuple([Send(to, Message(PARAMS, model, 0, k)) for to in destinations])
-
-
-@no_type_check
-def _receive(cfg: _Config, state: NeighborState, sender: int, message: Message) -> Reaction:
-    if message.kind == protocol.COMPUTED:
-        return _on_gradient(cfg, state, message.value)
-    if message.kind == protocol.RECOVERED:
-        state, actions = receive_from_peer(state, sender, message)
-        return state, ((Compute(state.params, state.version),) if state.computing else ()) + actions
-    state, replies = receive_from_peer(state, sender, message)
-    state, actions = _try_advance(cfg, state)
-    return state, replies + actions
 
 
 @no_type_check
@@ -175,34 +198,6 @@ def receive_from_peer(state: NeighborState, sender: int, message: Message) -> Re
         requests = tuple(Send(j, Message(AGAIN, None, 0, state.version)) for j in sources)
         return state, (*repeat_models(state), *requests)
     raise unknown_message("a worker that gossips", message)
-
-
-@no_type_check
-def _on_gradient(cfg: _Config, state: NeighborState, gradient: Any) -> Reaction:
-    if not cfg.adapt_first:
-        return _try_advance(cfg, state._replace(computing=False, result=gradient))
-    # x_i + u_i, without neighbors
-    adapted, opt_state = cfg.step(state.params, state.opt_state, gradient, ())
-    state = state._replace(computing=False, result=adapted, opt_state=opt_state)
-    state, sends = send_model(state, adapted)
-    state, actions = _try_advance(cfg, state)
-    return state, (*sends, *actions)
-
-
-@no_type_check
-def _try_advance(cfg: _Config, state: NeighborState) -> Reaction:
-    """Begins the next iteration if the gradient and all models of this one are known."""
-    k, found = state.version, models_of_iteration(state)
-    if found is None:
-        return state, ()
-    weights, others = found
-    if cfg.adapt_first:
-        params, opt_state = cfg.combine(state.result, weights, *others), state.opt_state
-    else:
-        params, opt_state = cfg.step(state.params, state.opt_state, state.result, weights, *others)
-    state, used = end_iteration(state, params, opt_state)
-    state, actions = _begin_iteration(cfg, state)
-    return state, (GradientRecord(state.site.index, k, k), StepRecord(k + 1, k), *actions, *used)
 
 
 @no_type_check

@@ -84,19 +84,9 @@ def hierarchical_ad_psgd(
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     step = partial(_step_group, group_size)
     pairs, on_values = pair_protocol(exchange, choice), optimizer_on_values(optimizer, step, shared=True)
-    cfg = _GroupConfig(graph, group_size, pairs, *on_values)
-    worker = Role(partial(_init_member, cfg), partial(_receive_member, cfg), params_of, partial(_waits_for, cfg))
+    rule = _Group(graph, group_size, pairs, *on_values)
+    worker = Role(rule.init, rule.receive, params_of, rule.waits_for)
     return Rule("hierarchical_ad_psgd", worker)
-
-
-class _GroupConfig(NamedTuple):
-    """The graph of groups, their size, the exchanges, and the optimizer on values."""
-
-    graph: Graph
-    group_size: int
-    pairs: PairProtocol
-    start: Callable[..., Any]
-    step: Callable[..., Any]
 
 
 def _step_group(
@@ -120,75 +110,79 @@ _add_later_changes = numeric(
 )
 
 
-def _members(cfg: _GroupConfig, state: _HierarchicalState) -> tuple[int, ...]:
-    first = state.peer.index * cfg.group_size
-    return tuple(range(first, first + cfg.group_size))
+class _Group(NamedTuple):
+    """The graph of groups, their size, the exchanges, and the optimizer on values."""
 
+    graph: Graph
+    group_size: int
+    pairs: PairProtocol
+    start: Callable[..., Any]
+    step: Callable[..., Any]
 
-def _is_first(cfg: _GroupConfig, state: _HierarchicalState) -> bool:
-    return state.site.index % cfg.group_size == 0
+    def _members(self, state: _HierarchicalState) -> tuple[int, ...]:
+        first = state.peer.index * self.group_size
+        return tuple(range(first, first + self.group_size))
 
+    def _is_first(self, state: _HierarchicalState) -> bool:
+        return state.site.index % self.group_size == 0
 
-def _init_member(cfg: _GroupConfig, site: Site, params: Any) -> Reaction:
-    if site.workers % cfg.group_size:
-        raise ValueError(f"{site.workers} workers cannot be divided into groups of {cfg.group_size}: use a multiple")
-    peer = peer_of(site, cfg.group_size)
-    split = halves(graph_of(cfg.graph, site.workers // cfg.group_size, "groups"))
-    pairs = cfg.pairs.init(peer, split, params)
-    state = _HierarchicalState(site, peer, split, params, cfg.start(params), 0, params, params, pairs)
-    return _begin_member_gradient(cfg, state)
+    def init(self, site: Site, params: Any) -> Reaction:
+        if site.workers % self.group_size:
+            raise ValueError(
+                f"{site.workers} workers cannot be divided into groups of {self.group_size}: use a multiple"
+            )
+        peer = peer_of(site, self.group_size)
+        split = halves(graph_of(self.graph, site.workers // self.group_size, "groups"))
+        pairs = self.pairs.init(peer, split, params)
+        state = _HierarchicalState(site, peer, split, params, self.start(params), 0, params, params, pairs)
+        return self._begin_member_gradient(state)
 
+    def _begin_member_gradient(self, state: _HierarchicalState) -> Reaction:
+        """Starts a gradient; the first worker of a group also starts an exchange."""
+        compute = Compute(state.params, state.version)
+        if not self._is_first(state):
+            return state, (compute,)
+        pairs, sends = self.pairs.begin(state.pairs, state.peer, state.graph, state.averaged)
+        return state._replace(pairs=pairs), (compute, *sends)
 
-def _begin_member_gradient(cfg: _GroupConfig, state: _HierarchicalState) -> Reaction:
-    """Starts a gradient; the first worker of a group also starts an exchange."""
-    compute = Compute(state.params, state.version)
-    if not _is_first(cfg, state):
-        return state, (compute,)
-    pairs, sends = cfg.pairs.begin(state.pairs, state.peer, state.graph, state.averaged)
-    return state._replace(pairs=pairs), (compute, *sends)
+    @no_type_check
+    def receive(self, state: _HierarchicalState, sender: int, message: Message) -> Reaction:
+        if message.kind == protocol.COMPUTED:
+            return self._on_member_gradient(state, message)
+        if message.kind == protocol.REDUCED:
+            return self._on_group_mean(state, message)
+        if message.kind in (PARAMS, BACK):
+            pairs, averaged, actions = self.pairs.receive(
+                state.pairs, state.peer, state.graph, state.averaged, sender, message
+            )
+            return state._replace(averaged=averaged, pairs=pairs), actions
+        if message.kind == protocol.RECOVERED:
+            restart = () if state.waiting else (Compute(state.params, state.version),)
+            repeat = self.pairs.recover(state.pairs, state.peer, state.graph) if self._is_first(state) else ()
+            return state, (*restart, *repeat)
+        raise unknown_message("a worker of hierarchical_ad_psgd", message)
 
+    @no_type_check
+    def _on_member_gradient(self, state: _HierarchicalState, message: Message) -> Reaction:
+        if self._is_first(state):
+            value = _with_change(message.value, state.averaged, state.params)
+        else:
+            value = _without_change(message.value)
+        record = GradientRecord(state.site.index, message.version, state.version)
+        reduce = Reduce(self._members(state), state.version, value)
+        return state._replace(shared=state.averaged, waiting=True), (record, reduce)
 
-@no_type_check
-def _receive_member(cfg: _GroupConfig, state: _HierarchicalState, sender: int, message: Message) -> Reaction:
-    if message.kind == protocol.COMPUTED:
-        return _on_member_gradient(cfg, state, message)
-    if message.kind == protocol.REDUCED:
-        return _on_group_mean(cfg, state, message)
-    if message.kind in (PARAMS, BACK):
-        pairs, averaged, actions = cfg.pairs.receive(
-            state.pairs, state.peer, state.graph, state.averaged, sender, message
+    @no_type_check
+    def _on_group_mean(self, state: _HierarchicalState, message: Message) -> Reaction:
+        params, opt_state = self.step(state.params, state.opt_state, message.value)
+        version, is_first = state.version + 1, self._is_first(state)
+        # Exchanges that completed during the all-reduce are not in its result.
+        averaged = _add_later_changes(params, state.averaged, state.shared) if is_first else params
+        state = state._replace(
+            params=params, opt_state=opt_state, version=version, averaged=averaged, shared=averaged, waiting=False
         )
-        return state._replace(averaged=averaged, pairs=pairs), actions
-    if message.kind == protocol.RECOVERED:
-        restart = () if state.waiting else (Compute(state.params, state.version),)
-        repeat = cfg.pairs.recover(state.pairs, state.peer, state.graph) if _is_first(cfg, state) else ()
-        return state, (*restart, *repeat)
-    raise unknown_message("a worker of hierarchical_ad_psgd", message)
+        state, actions = self._begin_member_gradient(state)
+        return state, ((StepRecord(version, version - 1), *actions) if is_first else actions)
 
-
-@no_type_check
-def _on_member_gradient(cfg: _GroupConfig, state: _HierarchicalState, message: Message) -> Reaction:
-    if _is_first(cfg, state):
-        value = _with_change(message.value, state.averaged, state.params)
-    else:
-        value = _without_change(message.value)
-    record = GradientRecord(state.site.index, message.version, state.version)
-    reduce = Reduce(_members(cfg, state), state.version, value)
-    return state._replace(shared=state.averaged, waiting=True), (record, reduce)
-
-
-@no_type_check
-def _on_group_mean(cfg: _GroupConfig, state: _HierarchicalState, message: Message) -> Reaction:
-    params, opt_state = cfg.step(state.params, state.opt_state, message.value)
-    version, is_first = state.version + 1, _is_first(cfg, state)
-    # Exchanges that completed during the all-reduce are not in its result.
-    averaged = _add_later_changes(params, state.averaged, state.shared) if is_first else params
-    state = state._replace(
-        params=params, opt_state=opt_state, version=version, averaged=averaged, shared=averaged, waiting=False
-    )
-    state, actions = _begin_member_gradient(cfg, state)
-    return state, ((StepRecord(version, version - 1), *actions) if is_first else actions)
-
-
-def _waits_for(cfg: _GroupConfig, state: _HierarchicalState) -> tuple[int, ...]:
-    return tuple(i for i in _members(cfg, state) if i != state.site.index) if state.waiting else ()
+    def waits_for(self, state: _HierarchicalState) -> tuple[int, ...]:
+        return tuple(i for i in self._members(state) if i != state.site.index) if state.waiting else ()

@@ -118,11 +118,16 @@ def hop(
     """
     _check(tokens, backup, staleness, skip)
     on_values = optimizer_on_values(optimizer, partial(combine_and_adapt, _combine))
-    cfg = _Config(graph, tokens, backup, staleness, skip, *on_values)
-    return Rule("hop", Role(partial(_init, cfg), partial(_receive, cfg), params_of, partial(_waits_for, cfg)))
+    rule = _Hop(graph, tokens, backup, staleness, skip, *on_values)
+    return Rule("hop", Role(rule.init, rule.receive, params_of, rule.waits_for))
 
 
-class _Config(NamedTuple):
+def _combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
+    # Σ_j w_ij x_j^k, the own model first; the weights sum to 1.
+    return combine(params, weights[1:], *others)
+
+
+class _Hop(NamedTuple):
     """The arguments of `hop`; the optimizer as functions of values."""
 
     graph: Graph
@@ -133,122 +138,110 @@ class _Config(NamedTuple):
     start: Callable[..., Any]
     step: Callable[..., Any]
 
+    def init(self, site: Site, params: Any) -> Reaction:
+        by_worker = _neighbors_of_workers(self.graph, site.workers)
+        for index, neighbors in enumerate(by_worker):
+            if self.backup and self.backup >= len(neighbors.sources):
+                raise ValueError(
+                    f"backup must be less than the {len(neighbors.sources)} neighbors of worker {index}, "
+                    f"got {self.backup}"
+                )
+        neighbors = by_worker[site.index]
+        queues, leads = ((),) * len(neighbors.sources), (0,) * len(neighbors.destinations)
+        state = _HopState(site, params, self.start(params), 0, None, queues, leads)
+        return state, (*self._announce(state, neighbors), Compute(params, 0))
 
-def _combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
-    # Σ_j w_ij x_j^k, the own model first; the weights sum to 1.
-    return combine(params, weights[1:], *others)
+    @no_type_check
+    def _neighbors(self, state: _HopState) -> _Neighbors:
+        return _neighbors_of_workers(self.graph, state.site.workers)[state.site.index]
 
+    @no_type_check
+    def _announce(self, state: _HopState, neighbors: _Neighbors) -> Actions:
+        """Sends what entering an iteration sends: tokens to sources, and the model to destinations."""
+        k, tokens = state.iteration, ()
+        if self.tokens is not None:
+            tokens = tuple([Send(j, Message(TOKEN, None, k)) for j in neighbors.sources])
+        return (*tokens, *[Send(j, Message(PARAMS, state.params, k)) for j in neighbors.destinations])
 
-def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
-    by_worker = _neighbors_of_workers(cfg.graph, site.workers)
-    for index, neighbors in enumerate(by_worker):
-        if cfg.backup and cfg.backup >= len(neighbors.sources):
-            raise ValueError(
-                f"backup must be less than the {len(neighbors.sources)} neighbors of worker {index}, got {cfg.backup}"
-            )
-    neighbors = by_worker[site.index]
-    queues, leads = ((),) * len(neighbors.sources), (0,) * len(neighbors.destinations)
-    state = _HopState(site, params, cfg.start(params), 0, None, queues, leads)
-    return state, (*_announce(cfg, state, neighbors), Compute(params, 0))
+    @no_type_check
+    def receive(self, state: _HopState, sender: int, message: Message) -> Reaction:
+        kind = message.kind
+        if kind == protocol.COMPUTED:
+            return self._try_advance(state._replace(gradient=message.value))
+        if kind == PARAMS:
+            return self._on_model(state, sender, message)
+        neighbors = self._neighbors(state)
+        if kind == TOKEN:
+            which = neighbors.destinations.index(sender)
+            lead = max(state.leads[which], message.version)
+            return self._try_advance(state._replace(leads=replace_at(state.leads, which, lead)))
+        if kind == PULL:
+            # The sender was down, and may have missed this worker's token and model.
+            return state, tuple([send for send in self._announce(state, neighbors) if send.to == sender])
+        if kind == protocol.RECOVERED:
+            # Messages in both directions may be lost: announce again, and ask the neighbors to do the same.
+            pulls = tuple([Send(j, Message(PULL)) for j in sorted({*neighbors.sources, *neighbors.destinations})])
+            restart = (Compute(state.params, state.iteration),) if state.gradient is None else ()
+            return state, (*self._announce(state, neighbors), *pulls, *restart)
+        raise unknown_message("a worker of hop", message)
 
+    @no_type_check
+    def _on_model(self, state: _HopState, sender: int, message: Message) -> Reaction:
+        # Without staleness a model of an earlier iteration arrived too late.
+        if not self.staleness and message.version < state.iteration:
+            return state, ()
+        which = self._neighbors(state).sources.index(sender)
+        queue = state.queues[which]
+        # After an outage the neighbor repeats its last model.
+        if not queue or queue[-1][0] < message.version:
+            # With staleness only the newest model is used.
+            queue = (*(() if self.staleness else queue), (message.version, message.value))
+        return self._try_advance(state._replace(queues=replace_at(state.queues, which, queue)))
 
-@no_type_check
-def _neighbors(cfg: _Config, state: _HopState) -> _Neighbors:
-    return _neighbors_of_workers(cfg.graph, state.site.workers)[state.site.index]
+    @no_type_check
+    def _next_iteration(self, state: _HopState) -> int:
+        """Returns the iteration that the tokens allow to enter, or the current one if there are none."""
+        k = state.iteration
+        if self.tokens is None or not state.leads:
+            return k + 1
+        # Tokens of a destination at iteration l allow to enter up to l + `tokens`.
+        least = min(state.leads)
+        if self.skip and state.queues and least >= k + 2:
+            return min(least, k + self.skip, k + self.tokens)
+        return k + 1 if k + 1 <= least + self.tokens else k
 
+    @no_type_check
+    def _try_advance(self, state: _HopState) -> Reaction:
+        """Enters the next iteration if the gradient, the tokens and enough models are there."""
+        k, entered = state.iteration, self._next_iteration(state)
+        if state.gradient is None or entered == k:
+            return state, ()
+        found = _usable_models(state.queues, entered - 1, self.staleness)
+        if len(found) < len(state.queues) - self.backup:
+            return state, ()
+        neighbors = self._neighbors(state)
+        # A skipping worker's own model is of an old iteration: weight 0.
+        base_weights = neighbors.weights if entered == k + 1 else (0.0, *neighbors.weights[1:])
+        weights = model_weights(base_weights, found, entered - 1, self.staleness)
+        models = [model for _, _, model in found]
+        queues = state.queues
+        if not self.staleness:
+            # Models of earlier iterations are too old now.
+            queues = tuple([tuple([entry for entry in queue if entry[0] >= entered]) for queue in queues])
+        params, opt_state = self.step(state.params, state.opt_state, state.gradient, weights, *models)
+        state = _HopState(state.site, params, opt_state, entered, None, queues, state.leads)
+        records = GradientRecord(state.site.index, k, entered - 1), StepRecord(entered, k)
+        return state, (*records, *self._announce(state, neighbors), Compute(params, entered))
 
-@no_type_check
-def _announce(cfg: _Config, state: _HopState, neighbors: _Neighbors) -> Actions:
-    """Sends what entering an iteration sends: tokens to sources, and the model to destinations."""
-    k, tokens = state.iteration, ()
-    if cfg.tokens is not None:
-        tokens = tuple([Send(j, Message(TOKEN, None, k)) for j in neighbors.sources])
-    return (*tokens, *[Send(j, Message(PARAMS, state.params, k)) for j in neighbors.destinations])
-
-
-@no_type_check
-def _receive(cfg: _Config, state: _HopState, sender: int, message: Message) -> Reaction:
-    kind = message.kind
-    if kind == protocol.COMPUTED:
-        return _try_advance(cfg, state._replace(gradient=message.value))
-    if kind == PARAMS:
-        return _on_model(cfg, state, sender, message)
-    neighbors = _neighbors(cfg, state)
-    if kind == TOKEN:
-        which = neighbors.destinations.index(sender)
-        lead = max(state.leads[which], message.version)
-        return _try_advance(cfg, state._replace(leads=replace_at(state.leads, which, lead)))
-    if kind == PULL:
-        # The sender was down, and may have missed this worker's token and model.
-        return state, tuple([send for send in _announce(cfg, state, neighbors) if send.to == sender])
-    if kind == protocol.RECOVERED:
-        # Messages in both directions may be lost: announce again, and ask the neighbors to do the same.
-        pulls = tuple([Send(j, Message(PULL)) for j in sorted({*neighbors.sources, *neighbors.destinations})])
-        restart = (Compute(state.params, state.iteration),) if state.gradient is None else ()
-        return state, (*_announce(cfg, state, neighbors), *pulls, *restart)
-    raise unknown_message("a worker of hop", message)
-
-
-@no_type_check
-def _on_model(cfg: _Config, state: _HopState, sender: int, message: Message) -> Reaction:
-    # Without staleness a model of an earlier iteration arrived too late.
-    if not cfg.staleness and message.version < state.iteration:
-        return state, ()
-    which = _neighbors(cfg, state).sources.index(sender)
-    queue = state.queues[which]
-    # After an outage the neighbor repeats its last model.
-    if not queue or queue[-1][0] < message.version:
-        # With staleness only the newest model is used.
-        queue = (*(() if cfg.staleness else queue), (message.version, message.value))
-    return _try_advance(cfg, state._replace(queues=replace_at(state.queues, which, queue)))
-
-
-@no_type_check
-def _next_iteration(cfg: _Config, state: _HopState) -> int:
-    """Returns the iteration that the tokens allow to enter, or the current one if there are none."""
-    k = state.iteration
-    if cfg.tokens is None or not state.leads:
-        return k + 1
-    # Tokens of a destination at iteration l allow to enter up to l + `tokens`.
-    least = min(state.leads)
-    if cfg.skip and state.queues and least >= k + 2:
-        return min(least, k + cfg.skip, k + cfg.tokens)
-    return k + 1 if k + 1 <= least + cfg.tokens else k
-
-
-@no_type_check
-def _try_advance(cfg: _Config, state: _HopState) -> Reaction:
-    """Enters the next iteration if the gradient, the tokens and enough models are there."""
-    k, entered = state.iteration, _next_iteration(cfg, state)
-    if state.gradient is None or entered == k:
-        return state, ()
-    found = _usable_models(state.queues, entered - 1, cfg.staleness)
-    if len(found) < len(state.queues) - cfg.backup:
-        return state, ()
-    neighbors = _neighbors(cfg, state)
-    # A skipping worker's own model is of an old iteration: weight 0.
-    base_weights = neighbors.weights if entered == k + 1 else (0.0, *neighbors.weights[1:])
-    weights = model_weights(base_weights, found, entered - 1, cfg.staleness)
-    models = [model for _, _, model in found]
-    queues = state.queues
-    if not cfg.staleness:
-        # Models of earlier iterations are too old now.
-        queues = tuple([tuple([entry for entry in queue if entry[0] >= entered]) for queue in queues])
-    params, opt_state = cfg.step(state.params, state.opt_state, state.gradient, weights, *models)
-    state = _HopState(state.site, params, opt_state, entered, None, queues, state.leads)
-    records = GradientRecord(state.site.index, k, entered - 1), StepRecord(entered, k)
-    return state, (*records, *_announce(cfg, state, neighbors), Compute(params, entered))
-
-
-def _waits_for(cfg: _Config, state: _HopState) -> tuple[int, ...]:
-    if state.gradient is None:
-        return ()
-    neighbors, entered = _neighbors(cfg, state), _next_iteration(cfg, state)
-    if entered == state.iteration:
-        assert cfg.tokens is not None
-        return tuple(j for j, lead in zip(neighbors.destinations, state.leads) if lead + cfg.tokens <= entered)
-    present = {which for which, _, _ in _usable_models(state.queues, entered - 1, cfg.staleness)}
-    return tuple(j for which, j in enumerate(neighbors.sources) if which not in present)
+    def waits_for(self, state: _HopState) -> tuple[int, ...]:
+        if state.gradient is None:
+            return ()
+        neighbors, entered = self._neighbors(state), self._next_iteration(state)
+        if entered == state.iteration:
+            assert self.tokens is not None
+            return tuple(j for j, lead in zip(neighbors.destinations, state.leads) if lead + self.tokens <= entered)
+        present = {which for which, _, _ in _usable_models(state.queues, entered - 1, self.staleness)}
+        return tuple(j for which, j in enumerate(neighbors.sources) if which not in present)
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import optax
@@ -139,14 +138,17 @@ def prague(
         raise ValueError(
             f"node_size must be at least 2 and groups static or smart, got node_size={node_size} and groups={groups!r}"
         )
-    cfg = _Config(group_size, groups, max_lag, node_size, *optimizer_on_values(optimizer))
-    worker = Role(partial(_init, cfg), partial(_receive, cfg), params_of, _waits_for)
+    rule = _Prague(group_size, groups, max_lag, node_size, *optimizer_on_values(optimizer))
+    worker = Role(rule.init, rule.receive, params_of, _waits_for)
     # The generator has no model: the final model is the mean of the workers'.
-    generator = Role(_init_generator, partial(_receive_generator, cfg), lambda state: None)
+    generator = Role(_init_generator, rule.receive_generator, lambda state: None)
     return Rule("prague", worker, None if groups == "static" else generator)
 
 
-class _Config(NamedTuple):
+# The worker.
+
+
+class _Prague(NamedTuple):
     """The arguments of `prague`; the optimizer as functions of values."""
 
     group_size: int
@@ -156,63 +158,93 @@ class _Config(NamedTuple):
     start: Callable[..., Any]
     step: Callable[..., Any]
 
+    def init(self, site: Site, params: Any) -> Reaction:
+        if self.group_size > site.workers:
+            raise ValueError(f"group_size must be at most the {site.workers} workers, got {self.group_size}")
+        if self.node_size is not None and site.workers % self.node_size:
+            raise ValueError(f"node_size must divide the {site.workers} workers, got {self.node_size}")
+        return _PragueState(site, params, self.start(params)), (Compute(params, 0),)
 
-# The worker.
+    @no_type_check
+    def receive(self, state: _PragueState, sender: int, message: Message) -> Reaction:
+        kind = message.kind
+        if kind == protocol.COMPUTED:
+            return self._on_gradient(state, message.value)
+        if kind == protocol.REDUCED:
+            return self._on_mean(state, message)
+        if kind in (GROUP, JOIN):
+            # After an outage the generator may send a group twice.
+            if message.version <= state.last_group:
+                return state, ()
+            state = state._replace(pending=message, last_group=message.version)
+            return _try_join(state) if state.phase == ASKING else (state, ())
+        if kind == protocol.RECOVERED:
+            restart = (Compute(state.params, state.steps),) if state.phase == COMPUTING else ()
+            return state, restart if self.groups == "static" else (*restart, Send(protocol.SERVER, Message(PULL)))
+        raise unknown_message("a worker of prague", message)
 
+    @no_type_check
+    def _on_gradient(self, state: _PragueState, gradient: Any) -> Reaction:
+        site, steps = state.site, state.steps + 1
+        # As in the paper the gradient is applied before the worker joins a group.
+        params, opt_state = self.step(state.params, state.opt_state, gradient)
+        records = GradientRecord(site.index, steps - 1, steps - 1), StepRecord(steps, steps - 1)
+        state = state._replace(params=params, opt_state=opt_state, steps=steps, phase=ASKING)
+        if self.groups == "static":
+            plan = node_schedule(site.workers, self.group_size, self.node_size or site.workers)
+            group = plan[(steps - 1) % len(plan)][site.index]
+            return state._replace(phase=REDUCING, group=group), (*records, Reduce(group, steps, params))
+        state, actions = _try_join(state)
+        return state, (*records, Send(protocol.SERVER, Message(REQUEST, None, steps)), *actions)
 
-def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
-    if cfg.group_size > site.workers:
-        raise ValueError(f"group_size must be at most the {site.workers} workers, got {cfg.group_size}")
-    if cfg.node_size is not None and site.workers % cfg.node_size:
-        raise ValueError(f"node_size must divide the {site.workers} workers, got {cfg.node_size}")
-    return _PragueState(site, params, cfg.start(params)), (Compute(params, 0),)
+    @no_type_check
+    def _on_mean(self, state: _PragueState, message: Message) -> Reaction:
+        # The first member reports to the generator that the group is done.
+        reports = state.site.index == state.group[0] and self.groups != "static"
+        report = (Send(protocol.SERVER, Message(DONE, None, message.tag)),) if reports else ()
+        # x_i <- 1/|G| Σ_(j in G) x_j
+        state = state._replace(params=message.value, group=())
+        if state.continues:
+            return state._replace(phase=COMPUTING), (*report, Compute(state.params, state.steps))
+        state, actions = _try_join(state._replace(phase=ASKING))
+        return state, (*report, *actions)
 
+    @no_type_check
+    def receive_generator(self, state: _GeneratorState, sender: int, message: Message) -> Reaction:
+        if message.kind == REQUEST and self.groups == "smart":
+            return self._on_smart_request(state, sender, message.version)
+        if message.kind == REQUEST:
+            others = [other for other in range(state.site.workers) if other != sender]
+            drawn = shuffle(others, self.group_size - 1, state.site.seed, state.created)
+            return _add_group(state, AveragingGroup(tuple(sorted([sender, *drawn])), sender))
+        if message.kind == DONE:
+            return _on_done(state, message.version)
+        if message.kind == PULL:
+            # The worker was down, and may have missed the message of the group that it is in.
+            first = state.buffers[sender][:1]
+            return state, tuple([_notify(state, number, sender) for number in first if _has_begun(state, number)])
+        raise unknown_message("the group generator", message)
 
-@no_type_check
-def _receive(cfg: _Config, state: _PragueState, sender: int, message: Message) -> Reaction:
-    kind = message.kind
-    if kind == protocol.COMPUTED:
-        return _on_gradient(cfg, state, message.value)
-    if kind == protocol.REDUCED:
-        return _on_mean(cfg, state, message)
-    if kind in (GROUP, JOIN):
-        # After an outage the generator may send a group twice.
-        if message.version <= state.last_group:
+    @no_type_check
+    def _on_smart_request(self, state: _GeneratorState, worker: int, count: int) -> Reaction:
+        site, requests = state.site, replace_at(state.requests, worker, count)
+        state = state._replace(requests=requests)
+        # The group that answers was created for an earlier request of another worker.
+        if state.memberships[worker] >= count:
             return state, ()
-        state = state._replace(pending=message, last_group=message.version)
-        return _try_join(state) if state.phase == ASKING else (state, ())
-    if kind == protocol.RECOVERED:
-        restart = (Compute(state.params, state.steps),) if state.phase == COMPUTING else ()
-        return state, restart if cfg.groups == "static" else (*restart, Send(protocol.SERVER, Message(PULL)))
-    raise unknown_message("a worker of prague", message)
-
-
-@no_type_check
-def _on_gradient(cfg: _Config, state: _PragueState, gradient: Any) -> Reaction:
-    site, steps = state.site, state.steps + 1
-    # As in the paper the gradient is applied before the worker joins a group.
-    params, opt_state = cfg.step(state.params, state.opt_state, gradient)
-    records = GradientRecord(site.index, steps - 1, steps - 1), StepRecord(steps, steps - 1)
-    state = state._replace(params=params, opt_state=opt_state, steps=steps, phase=ASKING)
-    if cfg.groups == "static":
-        plan = node_schedule(site.workers, cfg.group_size, cfg.node_size or site.workers)
-        group = plan[(steps - 1) % len(plan)][site.index]
-        return state._replace(phase=REDUCING, group=group), (*records, Reduce(group, steps, params))
-    state, actions = _try_join(state)
-    return state, (*records, Send(protocol.SERVER, Message(REQUEST, None, steps)), *actions)
-
-
-@no_type_check
-def _on_mean(cfg: _Config, state: _PragueState, message: Message) -> Reaction:
-    # The first member reports to the generator that the group is done.
-    reports = state.site.index == state.group[0] and cfg.groups != "static"
-    report = (Send(protocol.SERVER, Message(DONE, None, message.tag)),) if reports else ()
-    # x_i <- 1/|G| Σ_(j in G) x_j
-    state = state._replace(params=message.value, group=())
-    if state.continues:
-        return state._replace(phase=COMPUTING), (*report, Compute(state.params, state.steps))
-    state, actions = _try_join(state._replace(phase=ASKING))
-    return state, (*report, *actions)
+        # Workers in no group; those with far fewer requests are slow, and would be waited for.
+        candidates = [i for i in range(site.workers) if i != worker and not state.buffers[i]]
+        idle = [i for i in candidates if requests[i] >= count - self.max_lag]
+        actions: list = []
+        order = [worker, *shuffle(idle, len(idle), site.seed, state.created)]
+        if self.node_size is None:
+            parts = divide(order, self.group_size)
+        else:
+            parts = divide_nodes(order, self.group_size, self.node_size)
+        for members in parts:
+            state, sends = _add_group(state, AveragingGroup(tuple(sorted(members)), None))
+            actions.extend(sends)
+        return state, tuple(actions)
 
 
 @no_type_check
@@ -238,45 +270,6 @@ def _waits_for(state: _PragueState) -> tuple[int, ...]:
 def _init_generator(site: Site, params: Any) -> Reaction:
     zeros = (0,) * site.workers
     return _GeneratorState(site, 0, {}, ((),) * site.workers, zeros, zeros), ()
-
-
-@no_type_check
-def _receive_generator(cfg: _Config, state: _GeneratorState, sender: int, message: Message) -> Reaction:
-    if message.kind == REQUEST and cfg.groups == "smart":
-        return _on_smart_request(cfg, state, sender, message.version)
-    if message.kind == REQUEST:
-        others = [other for other in range(state.site.workers) if other != sender]
-        drawn = shuffle(others, cfg.group_size - 1, state.site.seed, state.created)
-        return _add_group(state, AveragingGroup(tuple(sorted([sender, *drawn])), sender))
-    if message.kind == DONE:
-        return _on_done(state, message.version)
-    if message.kind == PULL:
-        # The worker was down, and may have missed the message of the group that it is in.
-        first = state.buffers[sender][:1]
-        return state, tuple([_notify(state, number, sender) for number in first if _has_begun(state, number)])
-    raise unknown_message("the group generator", message)
-
-
-@no_type_check
-def _on_smart_request(cfg: _Config, state: _GeneratorState, worker: int, count: int) -> Reaction:
-    site, requests = state.site, replace_at(state.requests, worker, count)
-    state = state._replace(requests=requests)
-    # The group that answers was created for an earlier request of another worker.
-    if state.memberships[worker] >= count:
-        return state, ()
-    # Workers in no group; those with far fewer requests are slow, and would be waited for.
-    candidates = [i for i in range(site.workers) if i != worker and not state.buffers[i]]
-    idle = [i for i in candidates if requests[i] >= count - cfg.max_lag]
-    actions: list = []
-    order = [worker, *shuffle(idle, len(idle), site.seed, state.created)]
-    if cfg.node_size is None:
-        parts = divide(order, cfg.group_size)
-    else:
-        parts = divide_nodes(order, cfg.group_size, cfg.node_size)
-    for members in parts:
-        state, sends = _add_group(state, AveragingGroup(tuple(sorted(members)), None))
-        actions.extend(sends)
-    return state, tuple(actions)
 
 
 @no_type_check
