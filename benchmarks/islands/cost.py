@@ -157,10 +157,10 @@ def measure_host(options):
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from jaxdist.islands import exchange, protocol
-    from jaxdist.local_sgd.local_steps import config_of
+    from jaxdist.local_sgd.local_steps import method_of
 
     tx, params = make_method(), jnp.zeros(SHAPE)
-    config, local, one = config_of(tx), tx.init(params), np.float32(1)
+    config, local, one = method_of(tx), tx.init(params), np.float32(1)
     method, moved = exchange.RoundMethod(config.reducer, config.outer), jax.random.normal(jax.random.key(0), SHAPE)
     drift, state = exchange.measure_drift(local.anchor, moved), local.reducer[0]
     encode = lambda: exchange.encode_drift(method, np.int32(1), drift, state, one)  # noqa: E731

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import jax
 import optax
 
-from ..local_sgd.local_steps import config_of
+from ..local_sgd.local_steps import method_of
 from .base import JoinOptions
 from .island import Island
 from .store import Connection, SharedStore, check_usable, open_store
@@ -83,7 +83,7 @@ def join(
     """
     options = JoinOptions(name, float(round_timeout), begin_with, quorum, float(patience), overlap, keep_every)
     _check(options)
-    config = config_of(tx)
+    config = method_of(tx)
     problems = {
         "axis=None": config.axis is None,
         "fragments=1": config.fragments.number == 1,

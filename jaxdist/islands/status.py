@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._core.types import PyTree
-from ..local_sgd.local_steps import config_of
+from ..local_sgd.local_steps import method_of
 from . import protocol, run
 from .protocol import Member, round_name, see
 from .run import Replay
@@ -132,7 +132,7 @@ def read(
     _check_run(store.get("run.json"), url)
     connection = Connection(store)
     connection.deadline = connection.now() + READ_SECONDS
-    replay = Replay(connection, config_of(tx))
+    replay = Replay(connection, method_of(tx))
     local: Any = tx.init(jax.tree.map(jnp.asarray, params))
     replay.open(local)
     params = replay.follow(local).anchor

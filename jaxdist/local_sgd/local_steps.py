@@ -1,7 +1,6 @@
 """Local steps: each worker optimizes by itself, and workers synchronize every `H` steps."""
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -44,27 +43,10 @@ from .nested import (
     unmark_inner,
     update_inner_buffers,
 )
-from .rounds import Fragment, merge_anchor, parse_sync_override, synchronize_fragment
+from .rounds import Fragment, WeighDrift, merge_anchor, parse_sync_override, synchronize_fragment
 from .shards import check_entrywise, has_shards, init_reducer
 from .state import LocalStepsState, check_step, copy_wide, merge_state, split_state
 from .warm_up import set_anchor, warm_mean
-
-
-class _Config(NamedTuple):
-    """The checked arguments of `local_steps`; `first_rounds` are the lengths of the fragments' first rounds."""
-
-    inner: optax.GradientTransformationExtraArgs
-    outer: optax.GradientTransformationExtraArgs
-    reducer: Reducer
-    fragments: Fragments
-    first_rounds: list[int]
-    sync_period: SyncPeriod
-    delay: int
-    merge_alpha: float | int
-    overlap_correction: bool
-    buffers: Buffers
-    warmup_steps: int
-    axis: AxisNames
 
 
 def local_steps(
@@ -171,247 +153,308 @@ def local_steps(
     check_reducer(reducer)
     first_rounds = [first_round(sync_period, offset, i, partition.number) for i in range(partition.number)]
     merging = merge_alpha, overlap_correction, buffers, warmup_steps
-    cfg = _Config(inner, outer, reducer, partition, first_rounds, sync_period, delay, *merging, axis)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    return LocalStepsMethod(
+        inner, outer, reducer, partition, first_rounds, sync_period, delay, *merging, axis
+    ).as_transformation()
 
 
-def _init(cfg: _Config, params: PyTree) -> State:
-    check_leaves(params, sharded=True)
-    check_shards(params, cfg.axis)
-    anchor = copy_wide(params)
-    check_outer(cfg.outer, anchor)
-    check_entrywise(cfg.outer, anchor)
-    number = cfg.fragments.number
-    parts = split(anchor, labels_of(cfg.fragments, anchor), number)
-    inner = cfg.inner.init(params)
-    if has_models(inner):
-        several = number if number > 1 else None
-        check_nested(
-            inner,
-            params,
-            cfg.axis,
-            fragments=several,
-            delay=cfg.delay,
-            merge_alpha=cfg.merge_alpha,
-            warmup_steps=cfg.warmup_steps,
-        )
-    reducers = [init_reducer(cfg.reducer, part) for part in parts]
-    return LocalStepsState(
-        count=jnp.zeros((), jnp.int32),
-        since=jnp.zeros(number, jnp.int32),
-        rounds=jnp.zeros(number, jnp.int32),
-        rates=jnp.zeros(number, jnp.float32),
-        sent=jnp.zeros(2, jnp.uint32),
-        anchor=anchor,
-        outer=tuple(cfg.outer.init(part) for part in parts),
-        inner=mark_inner(inner, cfg.axis),
-        examples=bind(PerWorker(jnp.zeros(len(jax.tree.leaves(anchor)), jnp.float32), resize="mean"), cfg.axis),
-        # Fragments draw different numbers.
-        reducer=tuple(bind(fold_keys(x, i) if i else x, cfg.axis) for i, x in enumerate(reducers)),
-        sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if cfg.overlap_correction else ()), cfg.axis),
-    )
+class LocalSteps(optax.GradientTransformationExtraArgs):
+    """What `local_steps` and its recipes return. Other ways to synchronize read the arguments in `method`."""
+
+    method: "LocalStepsMethod"
 
 
-def _update(
-    cfg: _Config,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    learning_rate: Any = None,
-    examples: Any = None,
-    active: Any = None,
-    sync: Any = None,
-    sync_period: Any = None,
-    **extra_args: Any,
-) -> tuple[Updates, State]:
-    """Takes one inner step and the rounds that are due.
+class _Step(NamedTuple):
+    """One call of `update`: its workers, and what decides which of them count and which rounds are due.
 
-    A round synchronizes the models after the inner step; with a delay, those that the previous step has left.
+    `override` is the fragments that the host selects; without it those whose last round is `period` steps ago are due,
+    none of them while the warm-up lasts (`warm`). `weight` is this worker's, or one a leaf, and `examples` is the same
+    where it is counted.
     """
-    check_step(updates, params, cfg.axis)
-    if cfg.reducer.law != Law.MEAN:
-        refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
-    ledger: list[comms.Sent] = []
-    comm = comms.count_sent(over(cfg.axis), ledger)
-    override = parse_sync_override(sync, cfg.fragments.number)
-    warm = False if override is not None or not cfg.warmup_steps else state.count < cfg.warmup_steps
-    # A round starts only after the previous one has arrived.
-    period = jnp.maximum(period_at(cfg.sync_period if sync_period is None else sync_period, state.count), cfg.delay + 1)
-    weight = weight_of_leaves(examples, active, updates)
-    if weight is not None:
-        check_shared("active" if examples is None else "examples", weight, params)
-    has_examples = weight is not None and examples is not None
-    by_leaf = weight is not None and bool(weight.ndim)
-    has_extras = {"has_rate": learning_rate is not None, "has_examples": has_examples, "by_leaf": by_leaf}
-    synchronize = partial(_synchronize, cfg, comm, override, period, warm, **has_extras)
 
-    with jax.named_scope("local_steps"):
-        # The inner step uses the previous anchor: with a delay, the round of the previous step runs at the same time.
-        anchor = comm.varying(state.anchor)
-        if cfg.delay:
-            state, _, _ = synchronize(state, params)
+    comm: comms.Comm
+    override: Collection[int] | None
+    period: Array
+    warm: Flag
+    weight: Array | None
+    examples: Array | None
+    learning_rate: Any
 
+
+class LocalStepsMethod(NamedTuple):
+    """The checked arguments of `local_steps`; `first_rounds` are the lengths of the fragments' first rounds."""
+
+    inner: optax.GradientTransformationExtraArgs
+    outer: optax.GradientTransformationExtraArgs
+    reducer: Reducer
+    fragments: Fragments
+    first_rounds: list[int]
+    sync_period: SyncPeriod
+    delay: int
+    merge_alpha: float | int
+    overlap_correction: bool
+    buffers: Buffers
+    warmup_steps: int
+    axis: AxisNames
+
+    def as_transformation(self) -> LocalSteps:
+        """The transformation of these arguments."""
+        return _with_method(LocalSteps(self.init, self.update), self)
+
+    def init(self, params: PyTree) -> State:
+        """See `local_steps`."""
+        check_leaves(params, sharded=True)
+        check_shards(params, self.axis)
+        anchor = copy_wide(params)
+        check_outer(self.outer, anchor)
+        check_entrywise(self.outer, anchor)
+        number = self.fragments.number
+        parts = split(anchor, labels_of(self.fragments, anchor), number)
+        inner = self.inner.init(params)
+        if has_models(inner):
+            several = number if number > 1 else None
+            check_nested(
+                inner,
+                params,
+                self.axis,
+                fragments=several,
+                delay=self.delay,
+                merge_alpha=self.merge_alpha,
+                warmup_steps=self.warmup_steps,
+            )
+        reducers = [init_reducer(self.reducer, part) for part in parts]
+        return LocalStepsState(
+            count=jnp.zeros((), jnp.int32),
+            since=jnp.zeros(number, jnp.int32),
+            rounds=jnp.zeros(number, jnp.int32),
+            rates=jnp.zeros(number, jnp.float32),
+            sent=jnp.zeros(2, jnp.uint32),
+            anchor=anchor,
+            outer=tuple(self.outer.init(part) for part in parts),
+            inner=mark_inner(inner, self.axis),
+            examples=bind(PerWorker(jnp.zeros(len(jax.tree.leaves(anchor)), jnp.float32), resize="mean"), self.axis),
+            # Fragments draw different numbers.
+            reducer=tuple(bind(fold_keys(x, i) if i else x, self.axis) for i, x in enumerate(reducers)),
+            sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if self.overlap_correction else ()), self.axis),
+        )
+
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        learning_rate: Any = None,
+        examples: Any = None,
+        active: Any = None,
+        sync: Any = None,
+        sync_period: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Updates, State]:
+        """Takes one inner step and the rounds that are due.
+
+        A round synchronizes the models after the inner step; with a delay, those that the previous step has left.
+        """
+        check_step(updates, params, self.axis)
+        ledger: list[comms.Sent] = []
+        weight = self._weight(updates, params, examples, active)
+        comm = comms.count_sent(over(self.axis), ledger)
+        step = self._read(comm, state, weight, learning_rate, examples, sync, sync_period)
+        given = {"learning_rate": learning_rate, "examples": examples}
+        extras = {"step": state.count, **extra_args, **{k: v for k, v in given.items() if v is not None}}
+        with jax.named_scope("local_steps"):
+            # The inner step uses the previous anchor: with a delay, the previous step's round runs at the same time.
+            anchor = comm.varying(state.anchor)
+            if self.delay:
+                state, _, _ = self._synchronize(step, state, params)
+            steps, inner = self._inner_step(step, updates, state, params, extras | {"anchor": anchor})
+            state = _advance_counts(step, state)
+            nested = has_models(inner)
+            if self.delay:
+                arrived = self._arrived(state)
+                steps = self._merge_arrived(arrived, state, params, steps)
+            else:
+                # The model of a group of workers is sent for all of it.
+                group = inner_anchor(inner) if nested else None
+                weigh = find_weigh_drift(inner) if nested else None
+                state, steps, arrived = self._synchronize(step, state, params, steps, group, weigh)
+            if self.buffers != "maintain":
+                # "reset" starts from the models after the round: some optimizers keep a copy of the parameters.
+                after: Any = optax.apply_updates(params, steps)  # pyright: ignore[reportArgumentType]
+                inner = update_inner_buffers(self.buffers, comm, arrived[0], self.inner, inner, after)
+            # The warm-up moves the models only; at its end the anchor follows, and the first round starts from it.
+            if step.warm is not False:
+                warmed_up = state.count == self.warmup_steps
+                state = state._replace(anchor=set_anchor(comm, warmed_up, state.anchor, params, steps))
+            if nested:
+                # All workers have one model now: push-sum weights return to 1, and anchors inside follow.
+                fresh = self.inner.init(state.anchor)
+                inner = restart_models(arrived[0], comm, inner, fresh, buffers=self.buffers)
+        return steps, state._replace(
+            inner=_vary_marked(comm, mark_inner(inner, self.axis)),
+            sent=add_bytes(state.sent, comms.total_bytes(ledger)),
+        )
+
+    def _weight(self, updates: Updates, params: PyTree, examples: Any, active: Any) -> Array | None:
+        if self.reducer.law != Law.MEAN:
+            refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
+        weight = weight_of_leaves(examples, active, updates)
+        if weight is not None:
+            check_shared("active" if examples is None else "examples", weight, params)
+        return weight
+
+    def _read(
+        self,
+        comm: comms.Comm,
+        state: LocalStepsState,
+        weight: Array | None,
+        learning_rate: Any,
+        examples: Any,
+        sync: Any,
+        sync_period: Any,
+    ) -> _Step:
+        override = parse_sync_override(sync, self.fragments.number)
+        warm = False if override is not None or not self.warmup_steps else state.count < self.warmup_steps
+        # A round starts only after the previous one has arrived.
+        chosen = self.sync_period if sync_period is None else sync_period
+        period = jnp.maximum(period_at(chosen, state.count), self.delay + 1)
+        return _Step(comm, override, period, warm, weight, None if examples is None else weight, learning_rate)
+
+    def _inner_step(
+        self, step: _Step, updates: Updates, state: LocalStepsState, params: PyTree, extras: dict[str, Any]
+    ) -> tuple[Updates, State]:
         # During the warm-up all workers take the same step, with the mean gradient; afterwards each its own, unless it
         # has no examples.
-        gradients, taken, value = warm_mean(comm, warm, updates, weight, extra_args.get("value"))
-        extra_args = _extras_of_all(warm, extra_args, value)
-        given = {"learning_rate": learning_rate, "examples": examples}
-        passed = {"step": state.count, **extra_args, **{k: v for k, v in given.items() if v is not None}}
-        passed["anchor"] = anchor
+        gradients, taken, value = warm_mean(step.comm, step.warm, updates, step.weight, extras.get("value"))
+        extras = _extras_of_all(step.warm, extras, value)
+        inner = unmark_inner(state.inner, self.axis)
+        if has_models(inner):
+            if "examples" in extras and inner_anchor(inner) is not None:
+                raise ValueError(
+                    "local_steps around local_steps does not support example weighting (examples=): groups have equal "
+                    "weights; leave it out, and pass active=examples > 0 for workers without any"
+                )
+            # Where the inner optimizer mixes models, an inactive worker still takes part in that.
+            if taken is not None:
+                extras, taken = {**extras, "active": taken}, None
         # The gradients of a shard are means already, and the workers that have the others have as many examples.
         if has_shards(params):
-            passed.pop("examples", None)
-        inner_state = unmark_inner(state.inner, cfg.axis)
-        # Where the inner optimizer mixes models, an inactive worker still takes part in that.
-        nested = has_models(inner_state)
-        if examples is not None and inner_anchor(inner_state) is not None:
-            raise ValueError(
-                "local_steps around local_steps does not support example weighting (examples=): groups have equal "
-                "weights; leave it out, and pass active=examples > 0 for workers without any"
+            extras.pop("examples", None)
+        return inner_step(self.inner, gradients, inner, params, axis=self.axis, taken=taken, **extras)
+
+    def _due_fragments(self, step: _Step, fragments: list[Fragment]) -> list[Flag]:
+        """A flag for each fragment: the host's override, or from the replicated counts, never in the warm-up."""
+        if step.override is not None:
+            return [i in step.override for i in range(len(fragments))]
+        pairs = zip(fragments, self.first_rounds, strict=True)
+        return [is_due(part.since, part.rounds, step.period, first) & ~jnp.asarray(step.warm) for part, first in pairs]
+
+    def _synchronize(
+        self,
+        step: _Step,
+        state: LocalStepsState,
+        params: PyTree,
+        steps: Updates | None = None,
+        group: Updates | None = None,
+        weigh_drift: WeighDrift | None = None,
+    ) -> tuple[LocalStepsState, Updates | None, list[Flag]]:
+        """Synchronizes the fragments that are due; returns the state, the updates, and a flag for each fragment."""
+        labels, number = labels_of(self.fragments, state.anchor), self.fragments.number
+        fragments = split_state(state, labels)
+        due = self._due_fragments(step, fragments)
+        trees = [[None] * number if tree is None else split(tree, labels, number) for tree in (params, steps, group)]
+        after = [
+            synchronize_fragment(
+                step.comm,
+                flag,
+                self.reducer,
+                self.outer,
+                fragment,
+                *part,
+                merge_alpha=self.merge_alpha,
+                has_rate=step.learning_rate is not None,
+                has_examples=step.examples is not None,
+                by_leaf=step.weight is not None and bool(step.weight.ndim),
+                weigh_drift=weigh_drift,
             )
-        if nested and taken is not None:
-            passed, taken = {**passed, "active": taken}, None
-        steps, inner_state = inner_step(cfg.inner, gradients, inner_state, params, axis=cfg.axis, taken=taken, **passed)
-        group = inner_anchor(inner_state)
-        state = _advance_counts(state, warm, learning_rate, weight if has_examples else None)
+            for flag, fragment, *part in zip(due, fragments, *trees, strict=True)
+        ]
+        state = merge_state(state, [fragment for fragment, _ in after], labels)
+        return state, None if steps is None else merge([part for _, part in after], labels), due
 
-        # With a delay, the result of a round is merged when its fragment has taken `delay` more steps.
-        if cfg.delay:
-            arrived = [(state.rounds[i] > 0) & (state.since[i] == cfg.delay) for i in range(cfg.fragments.number)]
-            steps = _merge_arrived(cfg, arrived, state, params, steps)
-        else:
-            weigh = find_weigh_drift(inner_state)
-            state, steps, arrived = synchronize(state, params, steps, group, weigh_drift=weigh)
-        # "reset" starts from the models after the round: some optimizers keep a copy of the parameters.
-        after: Any = optax.apply_updates(params, steps)  # pyright: ignore[reportArgumentType]
-        inner_state = update_inner_buffers(cfg.buffers, comm, arrived[0], cfg.inner, inner_state, after)
-        # The warm-up moves the models only; at its end the anchor follows, and the first round starts from it.
-        if warm is not False:
-            warmed_up = state.count == cfg.warmup_steps
-            state = state._replace(anchor=set_anchor(comm, warmed_up, state.anchor, params, steps))
-        if nested:
-            # All workers have one model now: push-sum weights return to 1, and anchors inside follow.
-            fresh = cfg.inner.init(state.anchor)
-            inner_state = restart_models(arrived[0], comm, inner_state, fresh, buffers=cfg.buffers)
-    return steps, state._replace(
-        inner=_vary_marked(comm, mark_inner(inner_state, cfg.axis)),
-        sent=add_bytes(state.sent, comms.total_bytes(ledger)),
-    )
+    def _arrived(self, state: LocalStepsState) -> list[Flag]:
+        """Whether the result of each fragment's round is merged now: `delay` steps of the fragment after its start."""
+        return [(state.rounds[i] > 0) & (state.since[i] == self.delay) for i in range(self.fragments.number)]
+
+    def _merge_arrived(self, arrived: list[Flag], state: LocalStepsState, params: PyTree, steps: Updates) -> Updates:
+        """Merges the anchor of each fragment that has arrived into this worker's parameters."""
+        labels = labels_of(self.fragments, state.anchor)
+        trees = [state.anchor, params, steps, *([state.sent_from.value] if self.overlap_correction else [])]
+        parts = zip(arrived, *(split(tree, labels, self.fragments.number) for tree in trees), strict=True)
+        merged = [
+            tree_where(flag, merge_anchor(self.merge_alpha, anchor, params, steps, *sent), steps)
+            for flag, anchor, params, steps, *sent in parts
+        ]
+        return merge(merged, labels)
 
 
-def _extras_of_all(warm: Any, extra_args: dict[str, Any], value: Any) -> dict[str, Any]:
+def _extras_of_all(warm: Flag, extras: dict[str, Any], value: Any) -> dict[str, Any]:
     """The extra arguments with the loss of all workers in a warm-up, whose steps must be those of all.
 
     Raises:
       ValueError: there is a warm-up, and one of them is a function, which is of one worker's batch.
     """
-    if warm is not False and (names := [name for name, x in extra_args.items() if callable(x)]):
+    if warm is not False and (names := [name for name, x in extras.items() if callable(x)]):
         raise ValueError(
             f"{names[0]}= is a function of this worker's batch, by which the inner optimizer takes another step on "
             "each worker, but the warm-up keeps models equal: use warmup_steps=0; for an exact start, let a schedule "
             "sync_period= begin at 1"
         )
-    return extra_args if value is None else {**extra_args, "value": value}
+    return extras if value is None else {**extras, "value": value}
 
 
-def with_rate(
-    tx: optax.GradientTransformationExtraArgs, learning_rate: LearningRate
-) -> optax.GradientTransformationExtraArgs:
+def _with_method(tx: LocalSteps, method: LocalStepsMethod) -> LocalSteps:
+    tx.method = method
+    return tx
+
+
+def with_rate(tx: optax.GradientTransformationExtraArgs, learning_rate: LearningRate) -> LocalSteps:
     """Passes `learning_rate=` to the update of `local_steps`, from a number or a schedule that counts its steps."""
-    return optax.GradientTransformationExtraArgs(tx.init, partial(_update_with_rate, tx, learning_rate))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        extras = {"learning_rate": rate_at(learning_rate, state.count), **extra_args}
+        return tx.update(updates, state, params, **extras)
+
+    return _with_method(LocalSteps(tx.init, update_fn), method_of(tx))
 
 
-def _update_with_rate(
-    tx: optax.GradientTransformationExtraArgs,
-    learning_rate: LearningRate,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    **extra_args: Any,
-) -> tuple[Updates, State]:
-    extras = {"learning_rate": rate_at(learning_rate, state.count), **extra_args}
-    return tx.update(updates, state, params, **extras)
-
-
-def config_of(tx: optax.GradientTransformation) -> _Config:
-    """Returns the arguments of the `local_steps` that made this transformation, for other ways to synchronize.
+def method_of(tx: optax.GradientTransformation) -> LocalStepsMethod:
+    """The arguments of the `local_steps` that made this transformation, for other ways to synchronize.
 
     Raises:
       ValueError: it was not made by `local_steps` or a recipe of it.
     """
-    update = tx.update
-    if isinstance(update, partial) and update.func is _update_with_rate:
-        update = update.args[0].update
-    if isinstance(update, partial) and update.func is _update:
-        return update.args[0]
-    raise ValueError("this transformation was not made by local_steps(...); pass what local_steps returned, unwrapped")
-
-
-def _due_fragments(
-    cfg: _Config, fragments: list[Fragment], override: Collection[int] | None, period: Array, warm: Flag
-) -> list[Flag]:
-    """Returns a flag for each fragment: the host's override, or from the replicated counts, never in the warm-up."""
-    if override is not None:
-        return [i in override for i in range(len(fragments))]
-    pairs = zip(fragments, cfg.first_rounds, strict=True)
-    return [is_due(part.since, part.rounds, period, first) & ~jnp.asarray(warm) for part, first in pairs]
-
-
-def _synchronize(
-    cfg: _Config,
-    comm: comms.Comm,
-    override: Collection[int] | None,
-    period: Array,
-    warm: Flag,
-    state: LocalStepsState,
-    params: PyTree,
-    steps: Updates | None = None,
-    group: Updates | None = None,
-    **options: Any,
-) -> tuple[LocalStepsState, Updates | None, list[Flag]]:
-    """Synchronizes the fragments that are due; returns the state, the updates, and a flag for each fragment."""
-    labels, number = labels_of(cfg.fragments, state.anchor), cfg.fragments.number
-    fragments = split_state(state, labels)
-    due = _due_fragments(cfg, fragments, override, period, warm)
-    trees = [[None] * number if tree is None else split(tree, labels, number) for tree in (params, steps, group)]
-    after = [
-        synchronize_fragment(
-            comm, flag, cfg.reducer, cfg.outer, fragment, *part, merge_alpha=cfg.merge_alpha, **options
+    if not isinstance(tx, LocalSteps):
+        raise ValueError(
+            "this transformation was not made by local_steps(...); pass what local_steps returned, unwrapped"
         )
-        for flag, fragment, *part in zip(due, fragments, *trees, strict=True)
-    ]
-    state = merge_state(state, [fragment for fragment, _ in after], labels)
-    return state, None if steps is None else merge([part for _, part in after], labels), due
+    return tx.method
 
 
-def _advance_counts(state: LocalStepsState, warm: Flag, learning_rate: Any, examples: Array | None) -> LocalStepsState:
+def _advance_counts(step: _Step, state: LocalStepsState) -> LocalStepsState:
     """Counts one step; warm-up steps belong to no round."""
-    local_step = (~jnp.asarray(warm)).astype(jnp.int32)
+    local_step = (~jnp.asarray(step.warm)).astype(jnp.int32)
     seen = state.examples.value
-    if examples is not None:
+    if step.examples is not None:
         # In an island the first step that counts examples replaces a mark.
-        seen = jnp.maximum(seen, 0) + local_step * examples
+        seen = jnp.maximum(seen, 0) + local_step * step.examples
+    rate = 0 if step.learning_rate is None else step.learning_rate
     return state._replace(
         count=next_count(state.count),
         since=state.since + local_step,
-        rates=state.rates + local_step * jnp.asarray(0 if learning_rate is None else learning_rate, jnp.float32),
+        rates=state.rates + local_step * jnp.asarray(rate, jnp.float32),
         examples=with_value(state.examples, seen),
     )
-
-
-def _merge_arrived(
-    cfg: _Config, arrived: list[Flag], state: LocalStepsState, params: PyTree, steps: Updates
-) -> Updates:
-    """Merges the anchor of each fragment that has arrived into this worker's parameters."""
-    labels = labels_of(cfg.fragments, state.anchor)
-    trees = [state.anchor, params, steps, *([state.sent_from.value] if cfg.overlap_correction else [])]
-    parts = zip(arrived, *(split(tree, labels, cfg.fragments.number) for tree in trees), strict=True)
-    merged = [
-        tree_where(flag, merge_anchor(cfg.merge_alpha, anchor, params, steps, *sent), steps)
-        for flag, anchor, params, steps, *sent in parts
-    ]
-    return merge(merged, labels)
 
 
 def _vary_marked(comm: comms.Comm, state: State) -> State:

@@ -13,6 +13,7 @@ import optax
 import jaxdist as jd
 from jaxdist import islands
 from jaxdist.islands import exchange, protocol
+from jaxdist.local_sgd.local_steps import method_of
 
 H = 4
 GOALS = np.random.default_rng(0).normal(size=(8, 12, 5)).astype(np.float32)
@@ -119,7 +120,7 @@ def decoded(body, place, tx, state):
 @cache
 def decoder(tx):
     """The shapes of what an island sends, and what decodes it, compiled once."""
-    reducer = jd.local_sgd.base.config_of(tx).reducer
+    reducer = method_of(tx).reducer
     return exchange.check_reducer(reducer, begin(tx).opt.anchor), jax.jit(partial(exchange.decode, reducer))
 
 
