@@ -17,21 +17,6 @@ from .values import Lazy, Spec, spec_of
 # since its module (`__main__`) has another name in other processes.
 _WRITTEN_CLASSES: dict[tuple[str, str], type] = {}
 
-# Modules of NamedTuples that were merged into others, by the name that is in older files.
-_MOVED = {
-    f"jaxdist.asynchronous.rules.{folder}.{old}": f"jaxdist.asynchronous.rules.{folder}.{new}"
-    for folder, new, merged in (
-        ("collective", "local_sgd", "local"),
-        ("collective", "synchronous", "bsp delay_by_one pipe_sgd"),
-        ("collective", "uneven_rounds", "any_batch task_allocation"),
-        ("peers", "ad_psgd", "hierarchical_ad_psgd"),
-        ("peers", "pairs", "neighbors"),
-        ("server", "asgd", "ssp"),
-        ("server", "tables", "dude ringleader"),
-    )
-    for old in merged.split()
-}
-
 
 @no_type_check  # called for every message
 def write(value: Any, store: Callable[[Any], int | str]) -> str:
@@ -156,15 +141,25 @@ def _read_array(reader: _Reader, name: Any, shape: list[int], dtype: str, on_dev
 @no_type_check
 def _read_named(reader: _Reader, module: str, name: str, parts: list[Any]) -> Any:
     # Only a NamedTuple of a module that is already imported: reading never runs code that was not loaded before.
-    kind: Any = sys.modules.get(_MOVED.get(module, module))
+    kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
-    kind = kind or _WRITTEN_CLASSES.get((module, name))
+    kind = kind or _WRITTEN_CLASSES.get((module, name)) or _moved_class(module, name)
     if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
         raise ValueError(
             f"{module}.{name} is not an imported NamedTuple: create the simulator with the same rule before reading"
         )
     return kind(*map(reader.value, parts))
+
+
+def _moved_class(module: str, name: str) -> type | None:
+    """The class of this name in another module of the same room, where the module of an older file has none."""
+    room = ".".join(module.split(".")[:2]) + "."
+    if not room.startswith(__name__.partition(".")[0] + "."):
+        return None
+    modules = [(path, found) for path, found in list(sys.modules.items()) if path.startswith(room)]
+    classes = [vars(found)[name] for path, found in modules if getattr(vars(found).get(name), "__module__", "") == path]
+    return classes[0] if len(classes) == 1 else None
 
 
 @no_type_check

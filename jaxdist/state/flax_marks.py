@@ -1,12 +1,9 @@
-"""Registers marks and typed keys with `flax.serialization` when a program imports it; the library itself does not.
+"""Registers marks and typed keys with `flax.serialization`, where a program has imported it.
 
 And refuses states of nnx that steps cannot keep: without marks, with a shared Variable, or with random streams.
 """
 
-import importlib.abc
-import importlib.machinery
 import sys
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -126,31 +123,7 @@ def _nodes(tree: State, kind: type) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
 
 
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Lets the other finders find the module, and calls `register_marks` with it once it has been executed."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """None for every other module."""
-        if fullname != MODULE:
-            return None
-        # Without itself, which would call itself forever.
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            # Only after the module has run are its functions there to register with.
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                register_marks(module)
-
-            spec.loader.exec_module = execute_and_register
-        return spec
-
-
 def register_with_flax() -> None:
-    """Registers the marks now if flax is imported already, else at its import: it is slow, and may not be installed."""
+    """Registers the marks if the program has imported flax, which is slow to import and may not be installed."""
     if MODULE in sys.modules:
         register_marks(sys.modules[MODULE])
-    else:
-        sys.meta_path.insert(0, _WhenImported())

@@ -4,9 +4,10 @@
 """
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,6 @@ OUTER = "<outer>"
 
 # The index of a leaf of a state that belongs to no parameter.
 NO_PARAMETER = -1
-
-# The rooms whose NamedTuples are states of reducers and transformations.
-ROOMS = ("decentralized", "local_sgd", "offload", "online", "optimizers", "reducers", "transforms", "zero")
-STATE_MODULES = tuple(f"{__name__.partition('.')[0]}.{room}." for room in ROOMS)
 
 SHARDED_PARAMETERS = (
     "jaxdist: a Sharded parameter is one worker's part of it. Wrap the function that computes with it in "
@@ -480,14 +477,23 @@ def _optimizer_states(state: State) -> list[tuple[Any, Any]]:
     return found
 
 
+@functools.cache
+def _declares_marks(kind: type) -> bool:
+    """Whether the fields of a state are typed as marks: its own functions look for these, as a reducer's do."""
+    try:
+        hints = get_type_hints(kind)
+    except (NameError, TypeError):  # annotations in strings that name what the module does not have
+        hints = getattr(kind, "__annotations__", {})
+    return any(hint in MARKS for hint in hints.values())
+
+
 def _map_fields(f: Any, state: State, *rest: State) -> State:
     """Maps over the direct children of a state: the fields of a NamedTuple, the entries of a dict."""
 
     def fields(tree):
         return jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
 
-    # The states of reducers and transformations keep their marks, which their own functions look for.
-    if type(state).__module__.startswith(STATE_MODULES):
+    if _declares_marks(type(state)):
         return state
     if is_mark(state) or (rest and is_mark(rest[0])) or jax.tree_util.all_leaves([state]):
         return f(state, *rest)

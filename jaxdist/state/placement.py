@@ -15,7 +15,7 @@ from .._core.checks import check_count
 from .._core.compat import is_on_host
 from .._core.trees import fold_index, is_key, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
-from .flax_marks import refuse_lost_marks, refuse_random_streams, refuse_shared_variables
+from .flax_marks import refuse_lost_marks, refuse_random_streams, refuse_shared_variables, register_with_flax
 from .marks import (
     OnHost,
     PerWorker,
@@ -218,6 +218,8 @@ def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array
 
 
 def _check_flax(state: State) -> None:
+    # Programs may import flax after jaxdist.
+    register_with_flax()
     refuse_lost_marks(state)
     # Layers may share a stream.
     refuse_random_streams(state)

@@ -1,5 +1,7 @@
 """States that were donated, wrappers of ZeRO, complex leaves, and what `simulate` takes."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 import jaxdist as jd
 from jaxdist._core import hashing
+from jaxdist.state import with_value
 
 
 @pytest.fixture
@@ -103,3 +106,19 @@ def test_the_order_of_axes_decides_which_worker_gets_which_rows():
 def test_simulate_explains_as_distribute_does(run, message):
     with pytest.raises(ValueError, match=message):
         run(lambda state, batch: (state, {}))
+
+
+class OwnState(NamedTuple):
+    """The state of a user's transformation, which declares its mark as the library's states do."""
+
+    count: jax.Array
+    kept: jd.PerWorker
+
+
+def test_a_whole_state_that_declares_its_marks_keeps_them():
+    def step(state, batch):
+        return OwnState(state.count + 1, with_value(state.kept, state.kept.value + batch[0])), {}
+
+    state = jd.place(OwnState(jnp.zeros(()), jd.PerWorker(jnp.zeros(()))), 2)
+    state, _ = jd.simulate(step, 2)(state, jnp.array([1.0, 2.0]))
+    assert state.kept.value.tolist() == [1, 2]

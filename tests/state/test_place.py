@@ -263,8 +263,8 @@ def test_what_could_be_code_is_refused():
         read('{"nodes": [["named", "os", "system", ["true"]]], "root": {"is": 0}}', len)
 
 
-# Modules of states that were merged into others, by the names that older files have.
-MERGED = {
+# Modules that states have been in before, by the names that older files have.
+FORMER = {
     "collective.any_batch": "_AnyBatchState",
     "collective.bsp": "_BSPState",
     "collective.delay_by_one": "_DelayByOneState",
@@ -276,11 +276,18 @@ MERGED = {
     "server.dude": "_DuDeState",
     "server.ringleader": "_RingleaderState",
     "server.ssp": "_SSPState",
+    "collective.local_sgd": "_LocalState",
+    "collective.synchronous": "_PipeState",
+    "collective.uneven_rounds": "_AllocationState",
+    "peers.ad_psgd": "_HierarchicalState",
+    "server.asgd": "_DCASGDState",
+    "server.minibatch": "_BackupState",
+    "server.tables": "_DuDeState",
 }
 
 
-@pytest.mark.parametrize(("module", "name"), MERGED.items())
-def test_files_from_before_modules_were_merged_can_be_read(module, name):
+@pytest.mark.parametrize(("module", "name"), FORMER.items())
+def test_files_from_before_a_state_was_moved_can_be_read(module, name):
     parts = next(len(kind._fields) for kind in tuple.__subclasses__() if kind.__name__ == name)
     node = ["named", f"jaxdist.asynchronous.rules.{module}", name, [None] * parts]
     state = read(json.dumps({"nodes": [node], "root": {"is": 0}}), len)
