@@ -144,7 +144,7 @@ def _outer_step(
     # Δ = reduce(Δ_w), weighted by examples. Their number, which all workers with one model share, travels by itself
     # where there are shards.
     plain = reducer.law == Law.MEAN and not has_shards(drift)
-    mean, state, used = reduce_weighted(reduce, drift, reducer_state, comm, examples, plain=plain, forms=reducer.forms)
+    mean, state, used = reduce_weighted(reduce, drift, reducer_state, comm, examples, plain=plain, reducer=reducer)
     # a += outer(Δ)
     steps, new = outer.update(mean, outer_state, anchor, **extras)
     # In a round without any example, momentum alone must not move the anchor.

@@ -34,6 +34,11 @@ from .reducer import Law as Law
 from .reducer import Messages as Messages
 from .reducer import Reduced as Reduced
 from .reducer import Reducer as Reducer
+from .reducer import Use as Use
+from .reducer import check_use as check_use
+from .reducer import forward_forms as forward_forms
+from .reducer import forward_limits as forward_limits
+from .reducer import reason_against as reason_against
 from .reducer_schedule import reducer_schedule as reducer_schedule
 from .ring import ring as ring
 from .trees import cast_like as cast_like

@@ -10,7 +10,7 @@ from .._core.types import Like, State
 from ..state.marks import PerWorker, with_value
 from .critical_regime import CriticalRegime, CriticalRegimeState, Schedule, critical_regime
 from .per_leaf import per_leaf
-from .reducer import NO_EXTRAS, Reducer, forward_forms, weakest
+from .reducer import NO_EXTRAS, Reducer, forward_forms, forward_limits, weakest
 from .reducer_schedule import one_of_two
 from .trees import is_map_params_placeholder, list_named_leaves
 
@@ -116,7 +116,7 @@ def _switch(
     forms = forward_forms(rebuild, low, high, shards=False)
     if not inside_feedback and forms.contraction is None:
         forms = forms._replace(contraction=rebuild(low, high))
-    whole = Reducer(init, reduce, weakest(low, high), forms)
+    whole = Reducer(init, reduce, weakest(low, high), forms, limits=forward_limits(low, high))
     return whole if groups is None else _each_group(whole, groups)
 
 

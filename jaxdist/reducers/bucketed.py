@@ -12,7 +12,7 @@ from ..schedule.buckets import assign_buckets, forward_positions
 from ..wire.buffers import concatenate, from_vectors, vector_likes
 from .messages import for_real_numbers
 from .parts import check_parts, init_parts, reduce_parts, select_part
-from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, forward_forms, weakest
+from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, forward_forms, forward_limits, weakest
 from .trees import is_map_params_placeholder
 
 
@@ -78,7 +78,9 @@ class _Bucketed(NamedTuple):
 
     def as_reducer(self) -> Reducer:
         forms = forward_forms(lambda inner: self._replace(reducer=inner).as_reducer(), self.reducer, shards=False)
-        return Reducer(for_real_numbers(self.init), self.reduce, weakest(self.reducer), forms)
+        return Reducer(
+            for_real_numbers(self.init), self.reduce, weakest(self.reducer), forms, limits=forward_limits(self.reducer)
+        )
 
     def init(self, like: PyTree[Like]) -> State:
         if is_map_params_placeholder(like):

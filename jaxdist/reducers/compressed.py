@@ -20,7 +20,7 @@ from ..compressors.compressor import Codec, Compressor, check_compressor
 from ..wire.buffers import group_by_shape, map_stack, stack_by_shape, unstack
 from ..wire.codec import decode_mean, step_key
 from .messages import from_generator
-from .reducer import DrawState, Extras, Messages, Protocol, Reduced, Reducer, forms_of, init_draws
+from .reducer import DrawState, Extras, Messages, Protocol, Reduced, Reducer, Use, forms_of, init_draws, limits_of
 from .trees import tree_norm
 
 DIVIDES = (
@@ -70,12 +70,14 @@ def compressed(compressor: Compressor, *, seed: int = 0, divide_by_inflation: bo
             "with qsgd, nuqsgd, gspar, natural or terngrad(clip=None), or leave it out"
         )
     forms = forms_of(compressor, lambda contraction: compressed(contraction, seed=seed))
+    limits = limits_of(compressor)
     if divide_by_inflation:
-        forms = forms._replace(contraction=None, no_feedback=DIVIDES)
+        forms = forms._replace(contraction=None)
+        limits[Use.FEEDBACK] = DIVIDES
     elif compressor.codec is not None:
         forms = forms._replace(codec=_message_codec(compressor, compressor.codec))
     messages = partial(_messages, compressor, divide_by_inflation)
-    return from_generator("compressed", partial(init_draws, seed), messages, forms=forms)
+    return from_generator("compressed", partial(init_draws, seed), messages, forms=forms, limits=limits)
 
 
 def _messages(

@@ -20,7 +20,7 @@ from ..state.marks import PerWorker, with_value
 from .compressed import compressed
 from .feedback import is_absent, zero_where
 from .messages import as_generator, for_real_numbers, from_generator, run
-from .reducer import NO_EXTRAS, DrawState, Extras, Forms, Protocol, Reduced, Reducer, Result
+from .reducer import NO_EXTRAS, DrawState, Extras, Protocol, Reduced, Reducer, Result, Use
 from .trees import cast_like, tree_norm
 
 
@@ -95,13 +95,12 @@ def dgc(
     stages = [compressed(top_k(part, method=method)) for part in densities]
     ends = [warmup_steps * (i + 1) // len(warmup_densities) for i in range(len(warmup_densities))]
     reducer = _DGC(stages, ends, momentum, nesterov, clip_norm, masking)
-    forms = Forms(
-        no_feedback="dgc keeps what it does not send, with its momentum; use it without error feedback",
-        no_parts=None if clip_norm is None else "dgc clips by the norm of all leaves; leave clip_norm= out",
-    )
+    limits = {Use.FEEDBACK: "dgc keeps what it does not send, with its momentum; use it without error feedback"}
+    if clip_norm is not None:
+        limits[Use.PARTS] = "dgc clips by the norm of all leaves; leave clip_norm= out"
     if not warmup_steps:
-        return from_generator("dgc", reducer.init, partial(reducer.messages, stages[0]), forms=forms)
-    return Reducer(for_real_numbers(reducer.init), reducer.reduce, forms=forms)
+        return from_generator("dgc", reducer.init, partial(reducer.messages, stages[0]), limits=limits)
+    return Reducer(for_real_numbers(reducer.init), reducer.reduce, limits=limits)
 
 
 class _DGC(NamedTuple):

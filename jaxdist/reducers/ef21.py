@@ -11,7 +11,7 @@ from .._core.types import State, Updates
 from ..state.marks import PerWorker, with_value
 from .feedback import wide_zeros
 from .messages import as_generator, from_generator
-from .reducer import HAS_FEEDBACK, Forms, Law, Reduced, Reducer, contraction_of
+from .reducer import HAS_FEEDBACK, Law, Reduced, Reducer, Use, contraction_of, forward_limits
 from .trees import cast_like
 
 
@@ -89,6 +89,5 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
 
     # A server residual is missing from `mean` once, not from each step: that is weaker than Law.TELESCOPING.
     law = Law.EXACT if inner.law <= Law.EXACT else Law.NONE
-    return from_generator(
-        "ef21", init, messages, law=law, forms=Forms(no_feedback=HAS_FEEDBACK, no_parts=inner.forms.no_parts)
-    )
+    limits = forward_limits(inner) | {Use.FEEDBACK: HAS_FEEDBACK}
+    return from_generator("ef21", init, messages, law=law, limits=limits)

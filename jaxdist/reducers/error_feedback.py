@@ -11,7 +11,7 @@ from .._core.types import Array, State
 from ..state.marks import PerWorker, with_value
 from .feedback import is_absent, wide_zeros, zero_where
 from .messages import as_generator, from_generator
-from .reducer import HAS_FEEDBACK, Extras, Reduced, Reducer, contraction_of, forward_forms, weakest
+from .reducer import HAS_FEEDBACK, Extras, Reduced, Reducer, Use, contraction_of, forward_forms, forward_limits, weakest
 from .trees import cast_like
 
 
@@ -95,8 +95,9 @@ def _with_feedback(inner: Reducer, decay: float | int, with_learning_rate: bool)
         return Reduced(cast_like(reduced.mean, updates), reduced.own), state
 
     forms = forward_forms(lambda inner: _with_feedback(inner, decay, with_learning_rate), inner)
-    forms = forms._replace(no_feedback=HAS_FEEDBACK, biased=None, codec=inner.forms.codec)
-    return from_generator("error_feedback", init, messages, law=weakest(inner), forms=forms)
+    forms = forms._replace(biased=None, codec=inner.forms.codec)
+    limits = forward_limits(inner) | {Use.FEEDBACK: HAS_FEEDBACK}
+    return from_generator("error_feedback", init, messages, law=weakest(inner), forms=forms, limits=limits)
 
 
 def _rate(extras: Extras) -> Array:

@@ -24,8 +24,12 @@ from .reducer import (
     Reduced,
     Reducer,
     Result,
+    Use,
     check_reducer,
+    check_use,
+    forward_limits,
     least_contraction,
+    reason_against,
     shards_of,
     weakest,
 )
@@ -77,17 +81,20 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
             "hierarchical(inner=...) must be exact(), or another reducer with a reduce-scatter form, two_shot(code): "
             "compress on the slow links, with outer=..."
         )
-    if outer.forms.no_parts is not None:
-        raise ValueError(f"hierarchical(outer=...) gives each chip a part of flat vectors: {outer.forms.no_parts}")
+    check_use(Use.PARTS, outer, "hierarchical(outer=...) gives each chip a part of flat vectors")
     reducer = _Hierarchical(inner, outer, inner.law == Law.MEAN)
     shards = reducer.shards if outer.forms.shards else None
-    biased, no_examples = least_contraction(inner, outer), reducer.no_examples()
-    forms = Forms(shards=shards, no_feedback=_no_feedback(inner, outer), biased=biased, no_examples=no_examples)
-    return Reducer(for_real_numbers(reducer.init), reducer.reduce, weakest(outer), forms)
+    forms = Forms(shards=shards, biased=least_contraction(inner, outer))
+    limits = reducer.limits() | {Use.FEEDBACK: _no_feedback(inner, outer)}
+    return Reducer(for_real_numbers(reducer.init), reducer.reduce, weakest(outer), forms, limits=limits)
 
 
 def _no_feedback(inner: Reducer, outer: Reducer) -> str:
     lossy = [level for level in (inner, outer) if level.forms.biased is not None] or [outer]
+    # A level that refuses feedback does so inside, too.
+    for level in lossy:
+        if (reason := reason_against(Use.FEEDBACK, level)) is not None:
+            return reason
     calls = [
         f"error_feedback({level.description or '...'})" if level in lossy else level.description or "..."
         for level in (inner, outer)
@@ -109,10 +116,12 @@ class _Hierarchical(NamedTuple):
     def multiple(self) -> int:
         return 1 if self.stateless else MULTIPLE
 
-    def no_examples(self) -> str | None:
+    def limits(self) -> dict[Use, str]:
         # A pod has no number of examples: a reducer that weights by them cannot be between pods.
-        between_pods = MIXED_WEIGHTS if self.outer.forms.weighted else self.outer.forms.no_examples
-        return self.inner.forms.no_examples if between_pods is None else between_pods
+        if self.outer.forms.weighted:
+            return {Use.EXAMPLES: MIXED_WEIGHTS}
+        reason = forward_limits(self.outer, self.inner).get(Use.EXAMPLES)
+        return {} if reason is None else {Use.EXAMPLES: reason}
 
     def init(self, like: PyTree[Like]) -> State:
         if is_map_params_placeholder(like):
@@ -156,8 +165,7 @@ class _Hierarchical(NamedTuple):
 
     def shards(self, groups: int) -> Reducer:
         # No use for `groups`: as `inner=` of another hierarchical reducer it gets one level, which `_levels` refuses.
-        forms = Forms(no_examples=self.no_examples())
-        return Reducer(self._init_shards, self._reduce_to_shards, Law.NONE, forms)
+        return Reducer(self._init_shards, self._reduce_to_shards, Law.NONE, limits=self.limits())
 
     def _init_shards(self, like: PyTree[Like]) -> State:
         if is_map_params_placeholder(like):

@@ -14,7 +14,7 @@ from .._core.xla_quirks import largest_entry
 from ..state.marks import PerWorker, with_value
 from .feedback import is_absent, zero_where
 from .messages import as_generator, from_generator
-from .reducer import HAS_FEEDBACK, Reduced, Reducer, contraction_of, forward_forms, weakest
+from .reducer import HAS_FEEDBACK, Reduced, Reducer, Use, contraction_of, forward_forms, forward_limits, weakest
 from .trees import cast_like
 
 LEVELS = 127  # of the codes of `loco`, in int8
@@ -95,8 +95,9 @@ def _with_average(inner: Reducer, beta: float | int, reset_every: int, block: in
         return Reduced(cast_like(reduced.mean, updates), reduced.own), state
 
     forms = forward_forms(lambda inner: _with_average(inner, beta, reset_every, block), inner)
-    forms = forms._replace(no_feedback=HAS_FEEDBACK, biased=None)
-    return from_generator("loco", init, messages, law=weakest(inner), forms=forms)
+    forms = forms._replace(biased=None)
+    limits = forward_limits(inner) | {Use.FEEDBACK: HAS_FEEDBACK}
+    return from_generator("loco", init, messages, law=weakest(inner), forms=forms, limits=limits)
 
 
 def _store(tree: PyTree[Array], block: int) -> tuple[PyTree[Array], PyTree[Array]]:

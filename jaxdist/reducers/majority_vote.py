@@ -7,7 +7,7 @@ from .._core.descriptions import with_description
 from ..compressors.packing import pack, unpack
 from ..wire.buffers import concatenate, from_vectors, rows
 from .messages import from_generator
-from .reducer import NO_MAGNITUDES, Forms, Law, Messages, Reduced, Reducer
+from .reducer import NO_MAGNITUDES, Law, Messages, Reduced, Reducer, Use
 
 
 @with_description
@@ -59,5 +59,5 @@ def majority_vote() -> Reducer:
         )
         return Reduced(tree.unflatten(mean), tree.unflatten(own)), state
 
-    forms = Forms(no_examples=NO_MAGNITUDES)
-    return from_generator("majority_vote", lambda like: (), messages, law=Law.NONE, forms=forms)
+    limits = {Use.EXAMPLES: NO_MAGNITUDES}
+    return from_generator("majority_vote", lambda like: (), messages, law=Law.NONE, limits=limits)

@@ -10,11 +10,17 @@ from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..state.marks import name_leaf
 from ..wire.buffers import fuse, fuse_bytes
-from .reducer import NO_EXTRAS, Extras, Forms, Law, Messages, Protocol, Reducer
+from .reducer import NO_EXTRAS, NO_LIMITS, Extras, Forms, Law, Limits, Messages, Protocol, Reducer
 
 
 def from_generator(
-    name: str, init: Callable, messages: Callable[..., Protocol], *, law: Law = Law.EXACT, forms: Forms | None = None
+    name: str,
+    init: Callable,
+    messages: Callable[..., Protocol],
+    *,
+    law: Law = Law.EXACT,
+    forms: Forms | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> Reducer:
     """Makes a reducer from its generator form, `messages(updates, state, comm, extras)`; `name` is its profiler scope.
 
@@ -33,7 +39,7 @@ def from_generator(
         with jax.named_scope(name):
             return run(messages(updates, state, comm, extras), comm)
 
-    return Reducer(for_real_numbers(init), reduce, law, (forms or Forms())._replace(messages=messages))
+    return Reducer(for_real_numbers(init), reduce, law, (forms or Forms())._replace(messages=messages), limits=limits)
 
 
 def for_real_numbers(init: Callable[[PyTree[Like]], State]) -> Callable[[PyTree[Like]], State]:

@@ -15,7 +15,7 @@ from ..schedule.buckets import layer_numbers
 from ..wire.buffers import MULTIPLE, concatenate, from_vectors, group_alike
 from .messages import for_real_numbers
 from .parts import check_parts, init_parts, reduce_parts
-from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, forward_forms, weakest
+from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, forward_forms, forward_limits, weakest
 from .trees import is_map_params_placeholder, list_named_leaves
 
 Order = Literal["priority", "fifo"] | Sequence[int]
@@ -112,7 +112,9 @@ class _Partitioned(NamedTuple):
 
     def as_reducer(self) -> Reducer:
         forms = forward_forms(lambda inner: self._replace(reducer=inner).as_reducer(), self.reducer, shards=False)
-        return Reducer(for_real_numbers(self.init), self.reduce, weakest(self.reducer), forms)
+        return Reducer(
+            for_real_numbers(self.init), self.reduce, weakest(self.reducer), forms, limits=forward_limits(self.reducer)
+        )
 
     def init(self, like: PyTree[Like]) -> State:
         if is_map_params_placeholder(like):

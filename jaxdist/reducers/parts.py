@@ -10,14 +10,12 @@ from .._core.trees import fold_keys
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
 from .messages import as_generator, run
-from .reducer import Extras, Reduced, Reducer, check_reducer
+from .reducer import Extras, Reduced, Reducer, Use, check_use
 
 
 def check_parts(what: str, reducer: Reducer) -> None:
     """Raises for a reducer that cannot be applied to parts of leaves."""
-    check_reducer(reducer)
-    if reducer.forms.no_parts is not None:
-        raise ValueError(f"{what}: {reducer.forms.no_parts}")
+    check_use(Use.PARTS, reducer, what)
 
 
 def init_parts(reducer: Reducer, parts: Sequence[PyTree[Like]]) -> tuple[State, ...]:

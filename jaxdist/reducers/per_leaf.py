@@ -13,7 +13,7 @@ from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..wire.buffers import length
 from .messages import as_generator, from_generator, interleave
-from .reducer import Extras, Forms, Law, Protocol, Reduced, Reducer, forward_forms, weakest
+from .reducer import Extras, Forms, Law, Protocol, Reduced, Reducer, forward_forms, forward_limits, weakest
 from .trees import list_named_leaves
 
 
@@ -62,7 +62,8 @@ class _LeafGroups(NamedTuple):
 
         reducers = self.reducers.values()
         forms, law = forward_forms(rebuild, *reducers), weakest(*reducers)
-        return from_generator("per_leaf", self.init, self.messages, law=law, forms=forms)
+        limits = forward_limits(*reducers)
+        return from_generator("per_leaf", self.init, self.messages, law=law, forms=forms, limits=limits)
 
     def init(self, like: PyTree[Like]) -> State:
         labels = self._labels_of(like)

@@ -35,7 +35,7 @@ from ..wire.low_rank import (
 from ..wire.low_rank import squarest_view as squarest_view
 from .exact import exact
 from .messages import for_real_numbers, from_generator, run
-from .reducer import NO_EXTRAS, Extras, Forms, Messages, Protocol, Reduced, Reducer, Result
+from .reducer import NO_EXTRAS, Extras, Forms, Messages, Protocol, Reduced, Reducer, Result, Use
 from .reducer_schedule import reducer_schedule
 
 Own = Literal["local", "paper"]
@@ -133,12 +133,12 @@ def power_sgd(
         raise ValueError("one_sided=True needs warm_start=True: each of its steps is half an iteration")
     method = _PowerSGD(view_of(rank, min_compression_rate, matrix_view), own, warm_start, seed)
     # A projection: δ depends on the matrix, and may be 0.
-    forms = Forms(biased=lambda shape: 0.0, no_parts=_NO_PARTS)
+    forms, limits = Forms(biased=lambda shape: 0.0), {Use.PARTS: _NO_PARTS}
     if one_sided:
         init = for_real_numbers(method.init_one_sided)
-        reducer = Reducer(init, method.reduce_one_sided, forms=forms)
+        reducer = Reducer(init, method.reduce_one_sided, forms=forms, limits=limits)
     else:
-        reducer = from_generator("power_sgd", method.init, method.messages, forms=forms)
+        reducer = from_generator("power_sgd", method.init, method.messages, forms=forms, limits=limits)
     return reducer_schedule(exact(), reducer, start_step) if start_step else reducer
 
 

@@ -1,7 +1,8 @@
 """The `Reducer`: every worker's tree in, one mean out that is equal on all workers."""
 
 import enum
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -109,13 +110,10 @@ class Forms(NamedTuple):
         over the workers of that many groups of this size: worker `i` gets, one after the other, the shards of the
         workers at place `i` of all groups.
       contraction: the reducer that error feedback wraps instead of this one. `None`: this one.
-      no_feedback: the reason why error feedback refuses this reducer, and the fix. `None`: it does not.
       biased: the contraction δ, as a function of the shape, of a biased code whose error is lost. `None`: the mean is
         unbiased, or what it misses is kept for later.
       weighted: weights workers itself, by `Extras.examples`, and takes updates without weights. `None`: it sends
         nothing that could be weighted.
-      no_examples: the reason why weights by examples are refused, and the fix. `None`: they are not.
-      no_parts: the reason why it must not be given flat parts of leaves, and the fix. `None`: it may be.
       codec: the variable-length form of the one message, a `Codec` of the list of its arrays for the tree of updates;
         for engines that send bytes, such as `islands`. `None`: there is none.
     """
@@ -123,15 +121,26 @@ class Forms(NamedTuple):
     messages: Callable[..., Protocol] | None = None
     shards: "Callable[[int], Reducer] | None" = None
     contraction: "Reducer | None" = None
-    no_feedback: str | None = None
     biased: Callable[[Shape], Any] | None = None
     weighted: bool | None = False
-    no_examples: str | None = None
-    no_parts: str | None = None
     codec: Codec | None = None
 
 
 NO_FORMS = Forms()
+
+
+class Use(enum.Enum):
+    """What a training program may ask of a reducer beyond a mean; the value says where, as in the table of the docs."""
+
+    FEEDBACK = "inside `error_feedback`, `loco`, `ef21`"
+    EXAMPLES = "with `examples=`, `active=`"
+    PARTS = "on flat parts of leaves: `bucketed`, `partitioned`, `hierarchical(outer=)`"
+    SHARDS = "as a reduce-scatter: `zero_redundancy(stage=2)`, `hierarchical(inner=)`"
+    MODEL_AXES = "with mesh axes that the compiler shards, without `specs=`"
+
+
+Limits = Mapping[Use, str]
+NO_LIMITS: Limits = MappingProxyType({})
 
 
 class Reducer(NamedTuple):
@@ -142,6 +151,8 @@ class Reducer(NamedTuple):
       reduce: `reduce(updates, state, comm, extras) -> (Reduced, state)`.
       law: how `mean` relates to `own`.
       forms: other ways to run the same method; only functions that compose reducers need them.
+      limits: for each `Use` that it does not support, why not and what to do instead. A combinator has those of the
+        reducers inside, `forward_limits(*inner)`.
       description: the call that made it, such as `power_sgd(rank=4)`, for `repr` and error messages.
     """
 
@@ -150,9 +161,14 @@ class Reducer(NamedTuple):
     law: Law = Law.EXACT
     forms: Forms = NO_FORMS
     description: str = ""
+    limits: Limits = NO_LIMITS
 
     def __repr__(self) -> str:
         return self.description or f"Reducer{tuple(self)}"
+
+    def __hash__(self) -> int:
+        # A static argument of compiled functions; a mapping has no hash.
+        return hash((self.init, self.reduce, self.law, self.description))
 
 
 def check_reducer(reducer: Any) -> None:
@@ -162,6 +178,36 @@ def check_reducer(reducer: Any) -> None:
         raise TypeError(f"{name} is a compressor: wrap it in compressed(...), or in two_shot(...)")
     if not isinstance(reducer, Reducer):
         raise TypeError(f"expected a reducer, such as exact() or compressed(qsgd(4)), got {reducer!r}")
+
+
+def reason_against(use: Use, reducer: Reducer) -> str | None:
+    """Why a reducer does not support a use, and what to do instead; `None` if it does.
+
+    Examples:
+      >>> import jaxdist as jd
+      >>> from jaxdist.reducers import Use, reason_against
+      >>> reason_against(Use.FEEDBACK, jd.power_sgd(4)) is None
+      True
+      >>> reason_against(Use.PARTS, jd.power_sgd(4))[:50]
+      'power_sgd factorizes matrices and sends vectors wh'
+    """
+    check_reducer(reducer)
+    if use in reducer.limits:
+        return reducer.limits[use]
+    if use is Use.FEEDBACK and reducer.law == Law.NONE:
+        return NO_LAW
+    if use is Use.SHARDS and reducer.forms.shards is None:
+        return f"{NO_SHARDS}reduce in full"
+    if use is Use.MODEL_AXES and reducer.law != Law.MEAN:
+        return NO_MODEL_AXES
+    return None
+
+
+def check_use(use: Use, reducer: Reducer, where: str = "") -> None:
+    """Raises `ValueError` with the reason, after `where` and a colon, if a reducer does not support a use."""
+    reason = reason_against(use, reducer)
+    if reason is not None:
+        raise ValueError(f"{where}: {reason}" if where else reason)
 
 
 def weakest(*reducers: Reducer) -> Law:
@@ -180,7 +226,6 @@ def forward_forms(rebuild: Callable[..., Reducer], *inner: Reducer, shards: bool
     for reducer in inner:
         check_reducer(reducer)
     contractions = [reducer.forms.contraction for reducer in inner]
-    reasons = [reducer.forms.no_feedback for reducer in inner if reducer.forms.no_feedback is not None]
     contraction = None
     if any(form is not None for form in contractions):
         # What has no form of its own goes into error feedback as it is.
@@ -189,38 +234,41 @@ def forward_forms(rebuild: Callable[..., Reducer], *inner: Reducer, shards: bool
     def rebuild_shards(groups: int) -> Reducer:
         return rebuild(*(shards_of(reducer, groups) for reducer in inner))
 
-    whole = [reducer.forms.no_parts for reducer in inner if reducer.forms.no_parts is not None]
     has_shards = shards and all(reducer.forms.shards is not None for reducer in inner)
-    shards_form, reason = rebuild_shards if has_shards else None, reasons[0] if reasons else None
-    weighted, no_examples = _weights_of(inner)
+    kinds = _weights_of(inner)
     return Forms(
-        shards=shards_form,
+        shards=rebuild_shards if has_shards else None,
         contraction=contraction,
-        no_feedback=reason,
         biased=least_contraction(*inner),
-        weighted=weighted,
-        no_examples=no_examples,
-        no_parts=whole[0] if whole else None,
+        weighted=next(iter(kinds), None) if len(kinds) < 2 and Use.EXAMPLES not in forward_limits(*inner) else False,
     )
 
 
-def _weights_of(inner: Sequence[Reducer]) -> tuple[bool | None, str | None]:
-    """Whether a combinator of these reducers weights workers itself, and the reason why it refuses to."""
-    reasons = [reducer.forms.no_examples for reducer in inner if reducer.forms.no_examples is not None]
+def forward_limits(*inner: Reducer) -> dict[Use, str]:
+    """The limits of a combinator: the first reason of the reducers inside, for each use."""
+    limits = {use: reason for reducer in reversed(inner) for use, reason in reducer.limits.items()}
+    if len(_weights_of(inner)) > 1:
+        limits.setdefault(Use.EXAMPLES, MIXED_WEIGHTS)
+    return limits
+
+
+def _weights_of(inner: Sequence[Reducer]) -> set[bool]:
     # Leaves that are not trained have no weights.
-    kinds = {reducer.forms.weighted for reducer in inner} - {None}
-    if reasons or len(kinds) > 1:
-        return False, reasons[0] if reasons else MIXED_WEIGHTS
-    return (kinds.pop() if kinds else None), None
+    return {reducer.forms.weighted for reducer in inner if reducer.forms.weighted is not None}
 
 
 def forms_of(compressor: Compressor, rebuild: Callable[[Compressor], Reducer]) -> Forms:
     """The forms of a reducer of one compressor: error feedback wraps `rebuild` of its contraction."""
     if compressor.contraction is not None:
         return Forms(biased=compressor.contraction)
-    if compressor.variance is None:
-        return Forms(no_feedback=NO_CONTRACTION, no_examples=NO_MAGNITUDES if compressor.scale_free else None)
-    return Forms(contraction=rebuild(contraction_form(compressor)))
+    return Forms(contraction=None if compressor.variance is None else rebuild(contraction_form(compressor)))
+
+
+def limits_of(compressor: Compressor) -> dict[Use, str]:
+    """The limits of a reducer of one compressor."""
+    unknown = compressor.contraction is None and compressor.variance is None
+    limits = {Use.FEEDBACK: NO_CONTRACTION} if unknown else {}
+    return limits | ({Use.EXAMPLES: NO_MAGNITUDES} if unknown and compressor.scale_free else {})
 
 
 MIXED_WEIGHTS = (
@@ -231,20 +279,25 @@ NO_MAGNITUDES = (
     "examples= and active= cannot weight signs, and a worker without examples would send +1 for each entry: leave them "
     "out, or use a code with magnitudes, such as compressed(scaled_sign())"
 )
+NO_LAW = (
+    "error feedback needs to know what each worker contributed, and this reducer (Law.NONE: a majority vote, "
+    "two_shot of a biased code with server_feedback=False) does not say; use it without feedback, or two_shot "
+    "with its server residual"
+)
+NO_SHARDS = (
+    "this reducer has no reduce-scatter form; those that have are exact(), two_shot(code), hierarchical() of "
+    "such, error_feedback and loco around two_shot, per_leaf or reducer_schedule of them: use one, or "
+)
+NO_MODEL_AXES = (
+    "this reducer needs to know how leaves are sharded: pass all_reduce(specs=), or shard the model over an axis that "
+    "is mapped by hand"
+)
 HAS_FEEDBACK = "this reducer has error feedback already; use it once, around the reducer that compresses"
 
 
 def contraction_of(reducer: Reducer) -> Reducer:
     """The form of a reducer to put inside error feedback; raises if it has none."""
-    check_reducer(reducer)
-    if reducer.forms.no_feedback is not None:
-        raise ValueError(reducer.forms.no_feedback)
-    if reducer.law == Law.NONE:
-        raise ValueError(
-            "error feedback needs to know what each worker contributed, and this reducer (Law.NONE: a majority vote, "
-            "two_shot of a biased code with server_feedback=False) does not say; use it without feedback, or two_shot "
-            "with its server residual"
-        )
+    check_use(Use.FEEDBACK, reducer)
     return reducer if reducer.forms.contraction is None else reducer.forms.contraction
 
 
@@ -252,8 +305,5 @@ def shards_of(reducer: Reducer, groups: int = 1, *, advice: str = "reduce in ful
     """The reduce-scatter form of a reducer; raises, with the advice, if it has none."""
     check_reducer(reducer)
     if reducer.forms.shards is None:
-        raise ValueError(
-            "this reducer has no reduce-scatter form; those that have are exact(), two_shot(code), hierarchical() of "
-            f"such, error_feedback and loco around two_shot, per_leaf or reducer_schedule of them: use one, or {advice}"
-        )
+        raise ValueError(NO_SHARDS + advice)
     return reducer.forms.shards(groups)

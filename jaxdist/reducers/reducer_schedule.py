@@ -14,7 +14,7 @@ from .._core.dtypes import widen
 from .._core.trees import next_count
 from .._core.types import Array, Int, State, Updates
 from ..comm.base import Comm
-from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, forward_forms, weakest
+from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, forward_forms, forward_limits, weakest
 
 
 class SwitchState(NamedTuple):
@@ -65,7 +65,7 @@ def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
         return reduced, state._replace(count=next_count(state.count))
 
     forms = forward_forms(lambda first, then: reducer_schedule(first, then, step), first, then)
-    return Reducer(init, reduce, weakest(first, then), forms)
+    return Reducer(init, reduce, weakest(first, then), forms, limits=forward_limits(first, then))
 
 
 def one_of_two(

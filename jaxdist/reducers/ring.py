@@ -16,7 +16,7 @@ from ..wire.buffers import from_vectors, fuse_bytes, vectors
 from ..wire.codec import step_key
 from ..wire.shards import clear_padding
 from .messages import for_real_numbers
-from .reducer import NO_EXTRAS, NO_MAGNITUDES, DrawState, Extras, Forms, Reduced, Reducer, Result, init_draws
+from .reducer import NO_EXTRAS, NO_MAGNITUDES, DrawState, Extras, Reduced, Reducer, Result, Use, init_draws
 from .trees import cast_like
 
 _NO_FEEDBACK = (
@@ -53,9 +53,9 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
       Patarasuk, Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009.
     """
     check_compressor(compressor)
-    forms = Forms(no_feedback=_NO_FEEDBACK, no_examples=NO_MAGNITUDES if compressor.scale_free else None)
+    limits = {Use.FEEDBACK: _NO_FEEDBACK} | ({Use.EXAMPLES: NO_MAGNITUDES} if compressor.scale_free else {})
     init = for_real_numbers(partial(init_draws, seed))
-    return Reducer(init, partial(_reduce_around_ring, compressor), forms=forms)
+    return Reducer(init, partial(_reduce_around_ring, compressor), limits=limits)
 
 
 def _reduce_around_ring(

@@ -10,7 +10,7 @@ from .._core.dtypes import working_dtype
 from .._core.types import Array, Float, State, Updates
 from ..comm.base import Comm
 from .messages import from_generator
-from .reducer import Extras, Forms, Law, Messages, Protocol, Reduced, Reducer
+from .reducer import Extras, Forms, Law, Messages, Protocol, Reduced, Reducer, Use
 
 _NO_FEEDBACK = (
     "error feedback around {name} would keep what the other workers outvoted and send it again: it loses no part of an "
@@ -51,8 +51,8 @@ class RobustMean(NamedTuple):
 
 def robust(name: str, mean: RobustMean) -> Reducer:
     """The reducer of a robust mean."""
-    forms = Forms(no_feedback=_NO_FEEDBACK.format(name=name), weighted=True)
-    return from_generator(name, lambda like: (), mean.messages, law=Law.NONE, forms=forms)
+    limits = {Use.FEEDBACK: _NO_FEEDBACK.format(name=name)}
+    return from_generator(name, lambda like: (), mean.messages, law=Law.NONE, forms=Forms(weighted=True), limits=limits)
 
 
 def _valid_weights(counts: Float[Array, " W"]) -> Float[Array, " W"]:

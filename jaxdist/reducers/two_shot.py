@@ -20,16 +20,18 @@ from ..wire.codec import decode_mean, step_key
 from ..wire.shards import clear_padding, concat_rows, split_leaves, unshard
 from .messages import from_generator
 from .reducer import (
+    NO_LIMITS,
     NO_MAGNITUDES,
     Extras,
-    Forms,
     Law,
     Messages,
     Protocol,
     Reduced,
     Reducer,
+    Use,
     forms_of,
     init_draws,
+    limits_of,
 )
 from .trees import cast_like, is_map_params_placeholder
 
@@ -104,7 +106,9 @@ def two_shot(
     law = Law.TELESCOPING if keeps_residual else Law.NONE if back.variance is None else Law.UNBIASED
     forms = forms_of(compressor, lambda code: two_shot(code, second=back, server_feedback=server_feedback, seed=seed))
     forms = forms._replace(shards=reducer.shards)
-    return from_generator("two_shot", reducer.init, reducer.messages, law=law, forms=forms)
+    return from_generator(
+        "two_shot", reducer.init, reducer.messages, law=law, forms=forms, limits=limits_of(compressor)
+    )
 
 
 class _TwoShot(NamedTuple):
@@ -163,8 +167,8 @@ class _TwoShot(NamedTuple):
 
     def shards(self, groups: int) -> Reducer:
         init = self._replace(keeps_residual=False).init
-        forms = Forms(no_examples=NO_MAGNITUDES if self.compressor.scale_free else None)
-        return from_generator("two_shot_shards", init, partial(_shard_messages, self.compressor, groups), forms=forms)
+        limits = {Use.EXAMPLES: NO_MAGNITUDES} if self.compressor.scale_free else NO_LIMITS
+        return from_generator("two_shot_shards", init, partial(_shard_messages, self.compressor, groups), limits=limits)
 
 
 def _multiple(size: int) -> int:

@@ -8,7 +8,7 @@ from .._core.descriptions import with_description
 from .._core.types import State
 from ..state.marks import PerWorker, with_value
 from .critical_regime import CriticalRegime, CriticalRegimeState, Schedule, critical_regime
-from .reducer import NO_EXTRAS, Reducer, forward_forms, weakest
+from .reducer import NO_EXTRAS, Reducer, forward_forms, forward_limits, weakest
 
 
 class WatchedState(NamedTuple):
@@ -79,4 +79,4 @@ def _watch(reducer: Reducer, detector: CriticalRegime, *, inside_feedback: bool)
     forms = forward_forms(rebuild, reducer, shards=False)
     if not inside_feedback and forms.contraction is None:
         forms = forms._replace(contraction=rebuild(reducer))
-    return Reducer(init, reduce, weakest(reducer), forms)
+    return Reducer(init, reduce, weakest(reducer), forms, limits=forward_limits(reducer))

@@ -10,7 +10,7 @@ from .._core.trees import next_count
 from .._core.types import Array, Int, State, UInt
 from ..comm.base import Sent, add_bytes, count_sent, total_bytes
 from ..state.marks import PerWorker, with_value
-from .reducer import NO_EXTRAS, Reducer, forward_forms, weakest
+from .reducer import NO_EXTRAS, Reducer, forward_forms, forward_limits, weakest
 from .trees import tree_norm
 
 
@@ -65,4 +65,4 @@ def with_stats(reducer: Reducer) -> Reducer:
         sent = add_bytes(state.bytes, total_bytes(ledger[start:]))
         return reduced, TrackedState(inner, next_count(state.syncs), sent, with_value(state.error, error))
 
-    return Reducer(init, reduce, weakest(reducer), forms)
+    return Reducer(init, reduce, weakest(reducer), forms, limits=forward_limits(reducer))

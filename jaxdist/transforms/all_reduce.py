@@ -242,7 +242,7 @@ class _AllReduce(NamedTuple):
             weight,
             plain=plain,
             divide=self.normalize_by == "active",
-            forms=reducer.forms,
+            reducer=reducer,
         )
         return mean, AllReduceState(reducer_state, jnp.where(jnp.any(some), state.empty, next_count(state.empty)))
 

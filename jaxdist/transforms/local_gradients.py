@@ -13,7 +13,7 @@ from .._core.trees import is_overwritten
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
-from ..reducers.reducer import NO_FORMS, Forms
+from ..reducers.reducer import Reducer, Use, check_use
 from ..state.marks import (
     Sharded,
     axis_tuple,
@@ -100,7 +100,7 @@ def reduce_weighted(
     *,
     plain: bool,
     divide: bool = True,
-    forms: Forms = NO_FORMS,
+    reducer: Reducer | None = None,
 ) -> tuple[Updates, State, Array | bool]:
     """Returns the mean of updates weighted by `examples / mean(examples)`; four bytes more on the wire.
 
@@ -112,14 +112,15 @@ def reduce_weighted(
         bytes each; `None`: all workers have the same weight.
       plain: reduces the count together with the updates, in the same collective.
       divide: divides by the mean number of examples; otherwise weights are the examples themselves.
-      forms: of the reducer, which may weight workers itself or refuse to.
+      reducer: what `reduce` runs, which may weight workers itself or refuse to; `None`: a plain mean.
     """
     if examples is None:
         mean, new_state = reduce(updates, state)
         return mean, new_state, True
-    if forms.no_examples is not None:
-        raise ValueError(forms.no_examples)
-    if examples.ndim and forms.weighted:
+    is_weighted = reducer is not None and reducer.forms.weighted
+    if reducer is not None:
+        check_use(Use.EXAMPLES, reducer)
+    if examples.ndim and is_weighted:
         raise ValueError(
             "a median or a trimmed mean takes one number as examples=, got a tree: pass the number of this worker's "
             "examples, or use a mean"
@@ -130,7 +131,7 @@ def reduce_weighted(
         (mean, count), new_state = reduce((scale(updates, examples), comm.varying(examples)), state)
         some = count > 0
         mean = scale(mean, 1 / jnp.where(some, count, 1)) if divide else mean
-    elif forms.weighted:
+    elif is_weighted:
         # A maximum of flags, not a sum of counts: NaN for a number of examples must not end the round for all.
         some = comm.max(comm.varying((examples > 0).astype(jnp.float32))) > 0
         mean, new_state = reduce(updates, state)

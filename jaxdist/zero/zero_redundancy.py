@@ -17,7 +17,7 @@ from ..comm.over import over
 from ..compressors.compressor import Compressor
 from ..compressors.scaled import contraction_form
 from ..reducers.exact import exact
-from ..reducers.reducer import Extras, Reducer, shards_of
+from ..reducers.reducer import Extras, Reducer, Use, check_use, shards_of
 from ..reducers.trees import is_map_params_placeholder
 from ..state.marks import NO_PARAMETER, Sharded, beside, bind, is_mark, with_value
 from ..transforms.averaged import average_arguments
@@ -354,8 +354,7 @@ def _reduce_to_shards(
     used = True
     check_local(updates, axis, reduced=ALREADY_REDUCED)
     if weight is not None:
-        if form.forms.no_examples is not None:
-            raise ValueError(form.forms.no_examples)
+        check_use(Use.EXAMPLES, form)
         weight, used = weight_of(weight, comm)
         updates = scale(updates, weight)
     # Without any example the mean is zero, and the reducer's state remains.

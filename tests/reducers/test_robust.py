@@ -8,7 +8,7 @@ import pytest
 from reference.robust import robust_mean
 
 import jaxdist as jd
-from jaxdist.reducers import Extras, Law, median, trimmed_mean
+from jaxdist.reducers import Extras, Law, Use, median, trimmed_mean
 
 ROBUST = {"median": (median(), None), "trimmed_mean": (trimmed_mean(2), 2)}
 each_robust = pytest.mark.parametrize("name", ROBUST)
@@ -123,8 +123,8 @@ def test_combinators_pass_the_weights_on():
     mixed = jd.all_reduce(jd.reducers.per_leaf(lambda path, leaf: 0, {0: median(), 1: jd.exact()}))
     with pytest.raises(ValueError, match="cannot weight a median"):
         jax.vmap(lambda x, n: mixed.update(x, mixed.init(x), examples=n)[0], axis_name="data")(rows, counts)
-    assert jd.hierarchical(inner=jd.exact(), outer=median()).forms.no_examples is not None
-    assert jd.exact().forms.no_examples is None
+    assert Use.EXAMPLES in jd.hierarchical(inner=jd.exact(), outer=median()).limits
+    assert not jd.exact().limits
 
 
 def test_frozen_leaves_have_no_weights():
