@@ -97,8 +97,42 @@ def reducers():
     save(figure, "reducers")
 
 
+def draw_lane(axes, y, name, color):
+    axes.add_patch(Rectangle((0, y - 0.75), 18, 1.5, fc=color, ec="none"))
+    axes.text(0.15, y, name, fontsize=9, fontweight="bold", va="center", color=INK, linespacing=1.3)
+
+
+def optimizer_step():
+    """Where the operations of `adam` with clipping run: on shards, and beside a state in host memory."""
+    figure, axes = draw_canvas(9, 3.9, 18, 7.8)
+    for y, name, color in (
+        (1.2, "all workers", "#f3f4f6"),
+        (3.6, "device", "#e8eef7"),
+        (6.0, "host, beside\nthe state", "#dcefe6"),
+    ):
+        draw_lane(axes, y, name, color)
+    small = {"fontsize": 8}
+    mono = {"fontsize": 8, "family": "monospace"}
+    draw_box(axes, 2.9, 1.2, 2.7, "reduce-scatter\nof gradients", "white", **small)
+    draw_box(axes, 6.6, 1.2, 2.5, "sum of the\nsquared norms", "white", **small)
+    draw_box(axes, 15.1, 1.2, 2.6, "all-gather\nof updates", "white", **small)
+    draw_box(axes, 2.9, 3.6, 2.7, "g, |g|² of\nthe shard", "white", **small)
+    draw_box(axes, 7.0, 3.6, 3.1, "g / max(1, |g|)", "white", **mono)
+    draw_box(axes, 15.1, 3.6, 2.6, "x += u\n(all of x)", "white", **mono)
+    draw_box(axes, 6.6, 6.0, 3.9, "m = β₁m + (1-β₁)g\nv = β₂v + (1-β₂)g²", "white", **mono)
+    draw_box(axes, 11.6, 6.0, 3.3, "u = -η m̂ / (√v̂+ε)", "white", **mono)
+    draw_arrow(axes, (4.2, 1.7), (4.2, 3.1), "  g", ha="left", va="center")
+    draw_arrow(axes, (5.7, 3.4), (7.2, 1.7), "", ha="left", va="center")
+    draw_arrow(axes, (8.0, 1.7), (8.3, 3.1), "  |g|²", ha="left", va="center")
+    draw_arrow(axes, (8.5, 4.1), (8.5, 5.5), "  g, in its own dtype", ha="left", va="center")
+    draw_arrow(axes, (10.6, 6.0), (11.5, 6.0), "", ha="center", va="center")
+    draw_arrow(axes, (16.4, 1.7), (16.4, 3.1), "", ha="left", va="center")
+    draw_arrow(axes, (13.2, 5.5), (15.2, 1.7), "u of the shard  ", ha="right", va="center")
+    save(figure, "optimizer_step")
+
+
 if __name__ == "__main__":
     with mpl.rc_context({"svg.hashsalt": "jaxdist", "figure.facecolor": "white"}):
-        for draw in (marks, reducers):
+        for draw in (marks, reducers, optimizer_step):
             draw()
             print(FOLDER / f"{draw.__name__}.svg")
