@@ -463,7 +463,9 @@ def test_factories_name_the_value(make, message):
         make()
 
 
-@pytest.mark.parametrize("rule", [rules.bsp(SGD), rules.any_batch(1.5, SGD), rules.task_allocation(4, SGD)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [rules.bsp(SGD), rules.any_batch(1.5, SGD), rules.task_allocation(4, SGD)], ids=lambda rule: rule.name
+)
 def test_losses_times_their_share_of_the_examples_weigh_workers(rule):
     """Rules count each gradient once, whatever its batch."""
     goals, examples = np.arange(4.0), np.array([4.0, 1.0, 2.0, 0.0])

@@ -1,6 +1,7 @@
 """Workers that meet every H steps, from the command line: spelled, trained, counted, evaluated, drawn."""
 
 import csv
+import importlib
 from functools import partial
 
 import jax
@@ -15,7 +16,6 @@ from jaxdist._cli.commands import compare
 from jaxdist._cli.models import digits
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import starts, suites, train
-from jaxdist.local_sgd import recipes
 
 WORK = digits.digits_workload(2)
 OPTIMIZER = "sgd:0.1,momentum=0.9"
@@ -198,7 +198,8 @@ def test_a_shared_start_is_the_warm_up_of_the_method(spelling, monkeypatch):
     continued = [record for record, _ in train.steps(begun, steps - start, first=start)]
     if spelling.startswith("slowmo"):
         # It does not pass a warm-up on to `local_steps`.
-        monkeypatch.setattr(recipes, "local_steps", partial(recipes.local_steps, warmup_steps=start))
+        module = importlib.import_module("jaxdist.local_sgd.slowmo")
+        monkeypatch.setattr(module, "local_steps", partial(jd.local_steps, warmup_steps=start))
     else:
         spelling += f",warmup_steps={start}"
     whole = [record for record, _ in train.steps(prepare(spelling), steps)][start:]
