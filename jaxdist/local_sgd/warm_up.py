@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._core.types import Array, Flag, PyTree, State, Updates
+from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
 from ..transforms.local_gradients import reduce_weighted
 from .rounds import cond_or_static, exact_mean, round_like
@@ -26,7 +27,7 @@ def warm_mean(
         # The loss counts as the leaf with the most examples.
         weights = weight
         if value is not None and weight is not None and weight.ndim:
-            weights = jnp.concatenate([weight, weight.max(keepdims=True)])
+            weights = jnp.concatenate([weight, largest_entry(weight, keepdims=True)])
         together, _, used = reduce_weighted(partial(_mean, comm), (updates, value), (), comm, weights, plain=True)
         if weight is not None and weight.ndim:
             used = jnp.asarray(used)[: weight.size]

@@ -20,7 +20,11 @@ import jaxdist as jd
 from jaxdist import compressors, reducers
 from jaxdist._cli.spellings import parse
 
-PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("examples/*.py")])
+# What can be combined is a table of all reducers, not advice.
+PAGES = sorted(
+    {REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("examples/*.py")}
+    - {REPOSITORY / "docs/reference/compositions.md"}
+)
 TABLE = REPOSITORY / "benchmarks/reports/2026-11-feedback/feedback.jsonl"
 COMMANDS = REPOSITORY / "benchmarks/reports/2026-11-starts/commands.jsonl"
 MEMORIES = ("error_feedback", "loco", "ef21")

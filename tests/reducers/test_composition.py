@@ -36,6 +36,7 @@ MESSAGES = {
     "unknown": "neither its contraction δ nor its variance",
     "grows": "grow with the number of workers",
     "drifts": "one pod diverge",
+    "twice": "has error feedback already",
     "noisy": "would pile up",
 }
 
@@ -49,7 +50,7 @@ def problem(code, carrier, feedback):
     if feedback is None:
         return None
     if "hierarchical" in carrier:
-        return "drifts"
+        return "twice" if carrier == "hierarchical feedback" else "drifts"
     if carrier == "ring":
         return "grows"
     if unknown:

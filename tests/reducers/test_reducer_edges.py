@@ -10,6 +10,7 @@ import pytest
 
 import jaxdist as jd
 from jaxdist.reducers.reducer import Extras
+from jaxdist.reducers.trees import tree_norm
 
 AXIS, SIZES = ("pod", "chip"), {"pod": 2, "chip": 2}
 EXACT = jd.exact()
@@ -163,7 +164,7 @@ def test_finite_updates_in_float16_have_finite_means(name):
 
 def test_the_norm_of_a_tree_of_several_dtypes():
     """The largest entry may lie outside of the range of a narrower leaf."""
-    half, norm = jnp.float16, jd.reducers.base.tree_norm
+    half, norm = jnp.float16, tree_norm
     np.testing.assert_allclose(norm({"a": jnp.zeros(2, half), "b": jnp.full(2, 1e-9)}), 2**0.5 * 1e-9, rtol=1e-5)
     large = {"a": jnp.full(1000, 60000.0, half), "b": jnp.array([70000.0])}
     np.testing.assert_allclose(norm(large), np.sqrt(1000 * 6e4**2 + 7e4**2), rtol=1e-5)
