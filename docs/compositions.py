@@ -66,9 +66,11 @@ REDUCERS = {
 
 
 def table():
-    """The lines of the table, and below it those of its notes, each reason once."""
+    """The lines of the table, above it what its columns are, and below it its notes, each reason once."""
     uses, notes = list(Use), {}
-    lines = ["| reducer | " + " | ".join(use.value for use in uses) + " |", "|---" * (len(uses) + 1) + "|"]
+    names = [use.name.lower().replace("_", " ") for use in uses]
+    lines = [f"- *{name}*: {use.value}" for name, use in zip(names, uses, strict=True)]
+    lines += ["", "| reducer | " + " | ".join(names) + " |", "|---" * (len(uses) + 1) + "|"]
     for name, make in REDUCERS.items():
         reducer, cells = make(), []
         for use in uses:
