@@ -121,8 +121,8 @@ def critical_regime(
         raise ValueError(f"eta must not be negative, got {eta}")
     if not 0 <= fall <= 1:
         raise ValueError(f"fall must be in [0, 1], got {fall}")
-    reducer = _CriticalRegime(epoch_steps, interval_steps, eta, schedule, fall)
-    return CriticalRegime(reducer.init, reducer.before, reducer.after)
+    detector = _CriticalRegime(epoch_steps, interval_steps, eta, schedule, fall)
+    return CriticalRegime(detector.init, detector.before, detector.after)
 
 
 class _CriticalRegime(NamedTuple):
