@@ -50,7 +50,7 @@ def problem(code, carrier, feedback):
     if feedback is None:
         return None
     if "hierarchical" in carrier:
-        return "twice" if carrier == "hierarchical feedback" else "drifts"
+        return "twice" if carrier == "hierarchical feedback" else "unknown" if unknown else "drifts"
     if carrier == "ring":
         return "grows"
     if unknown:
