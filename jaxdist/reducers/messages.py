@@ -65,7 +65,18 @@ def run(generator: Generator[Messages, Messages, Any], comm: Comm) -> Any:
 
 
 def as_generator(reducer: Reducer, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Protocol:
-    """Runs any reducer in its generator form, for `yield from` inside another generator."""
+    """Runs any reducer in its generator form, for `yield from` inside another generator.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
+      >>> from jaxdist.reducers import Reduced, as_generator, from_generator
+      >>> def messages(updates, state, comm, extras):
+      ...     reduced, state = yield from as_generator(jd.exact(), updates, state, comm, extras)
+      ...     return jax.tree.map(jnp.negative, reduced), state
+      >>> reducer = from_generator("negative_mean", jd.exact().init, messages)
+      >>> reducer.reduce(jnp.ones(2), (), jd.comm.alone())[0].mean.tolist()
+      [-1.0, -1.0]
+    """
     if reducer.forms.messages is None:
         return reducer.reduce(updates, state, comm, extras)
     return (yield from reducer.forms.messages(updates, state, comm, extras))

@@ -8,25 +8,24 @@ from paths import REPOSITORY
 from jaxdist import reducers
 
 PAGE = (REPOSITORY / "docs/reference/compositions.md").read_text()
-# They return no reducer, or are of other tools.
-NO_REDUCERS = {
-    "accordion_batch",
-    "cast_like",
-    "check_use",
-    "critical_regime",
-    "forward_forms",
-    "forward_limits",
-    "from_generator",
-    "reason_against",
-    "step_key",
-    "widen_like",
-}
+# They return a reducer, but of the messages or the reducer that they are given.
+BUILDING_BLOCKS = {"contraction_of", "from_generator"}
 
 
 def test_the_page_has_the_table():
-    assert "\n".join(compositions.table()) in PAGE
+    assert "\n".join(compositions.table()) in PAGE, (
+        "replace the table of docs/reference/compositions.md, and the notes below it, by what "
+        "`python docs/compositions.py` prints"
+    )
 
 
 def test_every_reducer_has_a_row():
-    public = {name for name, found in vars(reducers).items() if inspect.isfunction(found) and name.islower()}
-    assert public - NO_REDUCERS == {call.split("(")[0] for call in compositions.REDUCERS}
+    public = {
+        name
+        for name, found in vars(reducers).items()
+        if inspect.isfunction(found) and inspect.get_annotations(found).get("return") is reducers.Reducer
+    }
+    rows = {call.split("(")[0] for call in compositions.REDUCERS}
+    missing = sorted(public - BUILDING_BLOCKS - rows)
+    assert not missing, f"add a row to REDUCERS in docs/compositions.py for {', '.join(missing)}"
+    assert not rows - public, f"these rows of docs/compositions.py are no public reducers: {rows - public}"
