@@ -26,6 +26,7 @@ from .loco import loco as loco
 from .majority_vote import majority_vote as majority_vote
 from .median import median as median
 from .messages import as_generator as as_generator
+from .messages import for_real_numbers as for_real_numbers
 from .messages import from_generator as from_generator
 from .partitioned import partitioned as partitioned
 from .per_leaf import per_leaf as per_leaf

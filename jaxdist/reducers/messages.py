@@ -43,7 +43,18 @@ def from_generator(
 
 
 def for_real_numbers(init: Callable[[PyTree[Like]], State]) -> Callable[[PyTree[Like]], State]:
-    """The `init` of a reducer, which refuses leaves that are complex or have fewer than 16 bits, by their names."""
+    """The `init` of a reducer, which refuses leaves that are complex or have fewer than 16 bits, by their names.
+
+    `from_generator` applies it; a reducer made by hand whose state is wider than the updates does so itself.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist.reducers import for_real_numbers
+      >>> for_real_numbers(lambda like: ())({"w": jnp.zeros(2, jnp.complex64)})
+      Traceback (most recent call last):
+      ...
+      ValueError: the update ['w'] has dtype complex64: compressors, norms and optimizers are defined for real...
+    """
 
     def checked_init(like):
         for path, leaf in jax.tree_util.tree_leaves_with_path(like):
