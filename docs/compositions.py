@@ -1,11 +1,17 @@
-"""Prints the table of `reference/compositions.md`: what each reducer supports, and why it does not support the rest.
+"""Writes the table of `reference/compositions.md`: what each reducer supports, and why it does not support the rest.
 
 python docs/compositions.py
 """
 
+import re
+from pathlib import Path
+
 import jaxdist as jd
 from jaxdist.reducers import Use, reason_against
 
+PAGE = Path(__file__).parent / "reference" / "compositions.md"
+# From the head of the table to the end of the last note.
+TABLE = re.compile(r"^\| reducer \|.*^\d+\. [^\n]*$", re.MULTILINE | re.DOTALL)
 jc, jr = jd.compressors, jd.reducers
 
 
@@ -81,4 +87,4 @@ def table():
 
 
 if __name__ == "__main__":
-    print(*table(), sep="\n")
+    PAGE.write_text(TABLE.sub(lambda _: "\n".join(table()), PAGE.read_text()))

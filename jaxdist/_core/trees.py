@@ -65,7 +65,14 @@ def is_overwritten(path: Any) -> bool:
 
 
 def next_count(count: Int[Array, "..."]) -> Int[Array, "..."]:
-    """Increments a counter, saturating at the largest value of its dtype."""
+    """Increments a counter, saturating at the largest value of its dtype.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist.reducers import next_count
+      >>> next_count(jnp.array([0, 255], jnp.uint8)).tolist()
+      [1, 255]
+    """
     return jnp.where(count < jnp.iinfo(count.dtype).max, count + 1, count)
 
 

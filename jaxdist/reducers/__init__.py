@@ -4,6 +4,7 @@ A `seed` is that of the key of all draws, which differ between steps, leaves and
 """
 
 from .._core.dtypes import widen_like as widen_like
+from .._core.trees import next_count as next_count
 from ..wire.codec import step_key as step_key
 from .accordion import accordion as accordion
 from .accordion_batch import accordion_batch as accordion_batch
@@ -24,10 +25,13 @@ from .intsgd import intsgd as intsgd
 from .loco import loco as loco
 from .majority_vote import majority_vote as majority_vote
 from .median import median as median
+from .messages import as_generator as as_generator
+from .messages import for_real_numbers as for_real_numbers
 from .messages import from_generator as from_generator
 from .partitioned import partitioned as partitioned
 from .per_leaf import per_leaf as per_leaf
 from .power_sgd import power_sgd as power_sgd
+from .reducer import DrawState as DrawState
 from .reducer import Extras as Extras
 from .reducer import Forms as Forms
 from .reducer import Law as Law
@@ -36,12 +40,16 @@ from .reducer import Reduced as Reduced
 from .reducer import Reducer as Reducer
 from .reducer import Use as Use
 from .reducer import check_use as check_use
+from .reducer import contraction_of as contraction_of
 from .reducer import forward_forms as forward_forms
 from .reducer import forward_limits as forward_limits
+from .reducer import init_draws as init_draws
 from .reducer import reason_against as reason_against
+from .reducer import weakest as weakest
 from .reducer_schedule import reducer_schedule as reducer_schedule
 from .ring import ring as ring
 from .trees import cast_like as cast_like
+from .trees import is_map_params_placeholder as is_map_params_placeholder
 from .trimmed_mean import trimmed_mean as trimmed_mean
 from .two_shot import two_shot as two_shot
 from .with_regime import with_regime as with_regime

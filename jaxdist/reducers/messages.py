@@ -43,7 +43,18 @@ def from_generator(
 
 
 def for_real_numbers(init: Callable[[PyTree[Like]], State]) -> Callable[[PyTree[Like]], State]:
-    """The `init` of a reducer, which refuses leaves that are complex or have fewer than 16 bits, by their names."""
+    """The `init` of a reducer, which refuses leaves that are complex or have fewer than 16 bits, by their names.
+
+    `from_generator` applies it; a reducer made by hand whose state is wider than the updates does so itself.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist.reducers import for_real_numbers
+      >>> for_real_numbers(lambda like: ())({"w": jnp.zeros(2, jnp.complex64)})
+      Traceback (most recent call last):
+      ...
+      ValueError: the update ['w'] has dtype complex64: compressors, norms and optimizers are defined for real...
+    """
 
     def checked_init(like):
         for path, leaf in jax.tree_util.tree_leaves_with_path(like):
@@ -65,7 +76,18 @@ def run(generator: Generator[Messages, Messages, Any], comm: Comm) -> Any:
 
 
 def as_generator(reducer: Reducer, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Protocol:
-    """Runs any reducer in its generator form, for `yield from` inside another generator."""
+    """Runs any reducer in its generator form, for `yield from` inside another generator.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
+      >>> from jaxdist.reducers import Reduced, as_generator, from_generator
+      >>> def messages(updates, state, comm, extras):
+      ...     reduced, state = yield from as_generator(jd.exact(), updates, state, comm, extras)
+      ...     return jax.tree.map(jnp.negative, reduced), state
+      >>> reducer = from_generator("negative_mean", jd.exact().init, messages)
+      >>> reducer.reduce(jnp.ones(2), (), jd.comm.alone())[0].mean.tolist()
+      [-1.0, -1.0]
+    """
     if reducer.forms.messages is None:
         return reducer.reduce(updates, state, comm, extras)
     return (yield from reducer.forms.messages(updates, state, comm, extras))

@@ -53,7 +53,13 @@ class DrawState(NamedTuple):
 
 
 def init_draws(seed: int, like: PyTree[Like] = ()) -> DrawState:
-    """The first state of such a reducer; with a `seed` it is the `init` of one whose state is no larger."""
+    """The first `DrawState`: the key of a seed and the count 0. `partial(init_draws, seed)` is the `init` of a reducer.
+
+    Examples:
+      >>> from jaxdist.reducers import init_draws
+      >>> int(init_draws(seed=0).count)
+      0
+    """
     return DrawState(jax.random.key(seed), jnp.zeros((), jnp.int32))
 
 
@@ -211,7 +217,14 @@ def check_use(use: Use, reducer: Reducer, where: str = "") -> None:
 
 
 def weakest(*reducers: Reducer) -> Law:
-    """The law of a combinator of these reducers, which is never `Law.MEAN`: its state or its leaves are its own."""
+    """The law of a combinator of these reducers, which is never `Law.MEAN`: its state or its leaves are its own.
+
+    Examples:
+      >>> import jaxdist as jd
+      >>> from jaxdist.reducers import weakest
+      >>> weakest(jd.exact(), jd.two_shot(jd.qsgd(4))).name, weakest(jd.exact()).name
+      ('UNBIASED', 'EXACT')
+    """
     return max([Law.EXACT, *(reducer.law for reducer in reducers)])
 
 
@@ -296,7 +309,16 @@ HAS_FEEDBACK = "this reducer has error feedback already; use it once, around the
 
 
 def contraction_of(reducer: Reducer) -> Reducer:
-    """The form of a reducer to put inside error feedback; raises if it has none."""
+    """The form of a reducer to put inside error feedback, or a method that is a kind of it; raises if it has none.
+
+    Of an unbiased code that is the code scaled by `1/(1+ω)`; a reducer of a biased one is that form itself.
+
+    Examples:
+      >>> import jaxdist as jd
+      >>> from jaxdist.reducers import contraction_of
+      >>> contraction_of(jd.compressed(jd.qsgd(4)))
+      compressed(scaled(qsgd(4), closest=False), seed=0)
+    """
     check_use(Use.FEEDBACK, reducer)
     return reducer if reducer.forms.contraction is None else reducer.forms.contraction
 

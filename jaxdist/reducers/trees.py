@@ -46,6 +46,12 @@ def is_map_params_placeholder(like: PyTree) -> bool:
     """Recognizes what `optax.tree.map_params` passes instead of parameters: no leaves, and not a pytree container.
 
     A reducer whose state does not mirror the parameters leaf by leaf returns a single leaf for it: nothing to map.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist.reducers import is_map_params_placeholder
+      >>> is_map_params_placeholder({"w": jnp.zeros(3)})
+      False
     """
     structure = jax.tree.structure(like)
     # A container of parameters has `None` in place of those that are elsewhere, and each is a node.

@@ -167,7 +167,8 @@ def test_a_guide_shows_what_it_prints(page):
     text = page.read_text()
     assert any("print(" in code for _, code in blocks(page)), "print a result"
     # The output follows its block, at most one sentence later.
-    assert re.search(r"print\((?:(?!```).)*?^```\n\n(?:[^\n`]+\n+){0,2}```text\n", text, re.MULTILINE | re.DOTALL)
+    shown = re.search(r"print\((?:(?!```).)*?^```\n\n(?:[^\n`]+\n+){0,2}```text\n", text, re.MULTILINE | re.DOTALL)
+    assert shown, "show what a block prints in a ```text block right after it"
 
 
 def test_every_public_name_is_on_a_reference_page():
@@ -190,7 +191,7 @@ def test_the_table_of_the_reference_has_every_public_name():
         for name in names
         if not re.search(rf"^\| \[`{name}`\](\[jaxdist\.\S+\]|\(#jaxdist\w+\)) \|", table, re.MULTILINE)
     ]
-    assert not missing
+    assert not missing, f"export them from their `__init__.py` as `from .x import y as y`: {', '.join(missing)}"
     # Python-Markdown shows the backslash of a bar inside code.
     assert not re.findall(r"^\|[^`\n]*(?:`[^`\n]*`[^`\n]*)*`[^`\n]*\\\|", table, re.MULTILINE)
     page = (ROOT / "docs/reference/index.md").read_text()
@@ -207,11 +208,12 @@ def test_what_works_has_every_method_and_calls_no_helper_a_rule():
     }
     methods = {name: value for name, value in found.items() if isfunction(value) and returned(value) in made}
     assert len(methods) > 50
-    assert not [name for name, value in methods.items() if value not in linked]
+    missing = [f"[`{name.rpartition('.')[2]}`][{name}]" for name, value in methods.items() if value not in linked]
+    assert not missing, f"add to a table in docs/what-works.md: {', '.join(missing)}"
     for row in ("servers", "local models", "without a server"):
         (names,) = re.findall(rf"^\| {row} \| (.*) \|$", page, re.M)
         for name in re.findall(r"\]\[(jaxdist[\w.]*)\]", names):
-            assert returned(resolve(name)) is Rule, name
+            assert returned(resolve(name)) is Rule, f"{name} returns no rule: move it to another row of what-works.md"
 
 
 def returned(function):
@@ -234,7 +236,7 @@ def test_a_long_page_of_the_reference_starts_with_a_table_of_its_entries():
 def test_every_reference_entry_has_a_docstring():
     objects = {name: resolve(name) for name in documented()}
     bare = [name for name, value in objects.items() if not value.__doc__ and (isfunction(value) or isclass(value))]
-    assert not bare
+    assert not bare, f"write a docstring, or leave the `:::` entry out: {', '.join(bare)}"
 
 
 def exceptions(base: type = BaseException) -> Iterator[type]:
@@ -260,4 +262,5 @@ def test_every_exception_is_on_the_page_of_errors():
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = [str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")]
-    assert [page for page in pages if page not in navigation] == []
+    missing = [page for page in pages if page not in navigation]
+    assert not missing, f"add to `nav:` in mkdocs.yml: {', '.join(missing)}"

@@ -15,6 +15,7 @@ PUBLIC_NAMES = 48
 EXTREMES = {"max", "min", "amax", "amin", "nanmax", "nanmin", "reduce_max", "reduce_min", "segment_max", "segment_min"}
 OVER_WORKERS = {"pmax", "pmin"}
 PEOPLE = re.compile(r"\b(who|whoever|whom|nobody|everybody|somebody|anybody|lies|lie|stands|stand)\b", re.IGNORECASE)
+ADVICE = 'workers, files and arrays are things: write "a worker that waits", "a file is in"'
 
 
 def functions(tree: ast.AST, outer: tuple[str, ...] = ()):
@@ -34,7 +35,7 @@ def test_functions_nest_at_most_once():
         for node, outer in functions(tree)
         if len(outer) > 1
     ]
-    assert not deep
+    assert not deep, f"move the inner function to the module, with its values as arguments: {', '.join(deep)}"
 
 
 def test_no_inner_function_is_called_one():
@@ -44,7 +45,7 @@ def test_no_inner_function_is_called_one():
         for node, outer in functions(tree)
         if outer and node.name == "one"
     ]
-    assert not found
+    assert not found, f"name the function after what it does, such as `cast_leaf`: {', '.join(found)}"
 
 
 def test_a_public_class_name_means_one_thing():
@@ -53,7 +54,8 @@ def test_a_public_class_name_means_one_thing():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(PACKAGE)))
-    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+    shared = {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert not shared, f"give all but one of them another name, or a leading underscore: {shared}"
 
 
 def test_the_top_level_stays_small():
@@ -63,7 +65,10 @@ def test_the_top_level_stays_small():
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert len(names) <= PUBLIC_NAMES
+    assert len(names) <= PUBLIC_NAMES, (
+        f"jaxdist has {len(names)} names at the top level: export the new one from its package alone, as "
+        "`jaxdist.reducers` does with most"
+    )
 
 
 def test_rooms_import_no_private_modules_of_other_rooms():
@@ -76,7 +81,7 @@ def test_rooms_import_no_private_modules_of_other_rooms():
                 room = target[1] if len(target) > 1 else ""
                 if room != (*here, "")[1] and any(part.startswith("_") for part in target[2:]):
                     found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
-    assert not found
+    assert not found, f"import from a module without a leading underscore: {', '.join(found)}"
 
 
 def test_docstrings_do_not_speak_of_things_as_of_people():
@@ -87,7 +92,8 @@ def test_docstrings_do_not_speak_of_things_as_of_people():
         for node in ast.walk(tree)
         if isinstance(node, kinds)
     }
-    assert {place: PEOPLE.findall(text) for place, text in texts.items() if PEOPLE.search(text)} == {}
+    found = {place: PEOPLE.findall(text) for place, text in texts.items() if PEOPLE.search(text)}
+    assert not found, f"{ADVICE}: {found}"
 
 
 def test_error_messages_do_not_either():
@@ -99,7 +105,7 @@ def test_error_messages_do_not_either():
         for text in ast.walk(node)
         if isinstance(text, ast.Constant) and isinstance(text.value, str) and PEOPLE.search(text.value)
     ]
-    assert not found
+    assert not found, f"{ADVICE}: {', '.join(found)}"
 
 
 def extremes(tree: ast.AST):
@@ -127,7 +133,8 @@ def test_maxima_keep_nan():
         for node in extremes(tree)
         if not (isinstance(node, ast.Attribute) and node.attr in places.get(path, ()))
     ]
-    assert not found, "use largest_entry and smallest_entry, or Comm.max"
+    advice = "use largest_entry or smallest_entry of jaxdist/_core/xla_quirks.py, or Comm.max, which keep NaN"
+    assert not found, f"{advice}: {', '.join(found)}"
 
 
 def test_the_search_for_maxima_finds_them():

@@ -1,5 +1,7 @@
 """Leaves whose dtype has no mean: refused by their own name, by transformations, reducers and the gradient."""
 
+import re
+
 import jax.numpy as jnp
 import optax
 import pytest
@@ -29,9 +31,17 @@ def test_transformations_name_leaf_and_reason(name, dtype):
 
 @pytest.mark.parametrize("dtype", REASONS)
 def test_every_reducer_names_leaf_and_reason(dtype):
-    for case in CASES.values():
-        with pytest.raises(ValueError, match=rf"\['w'\] has dtype {dtype}: .*{REASONS[dtype]}"):
-            case.make().init(params_of(dtype))
+    wanted = re.compile(rf"\['w'\] has dtype {dtype}: .*{REASONS[dtype]}")
+    wrong = [name for name, case in CASES.items() if not wanted.search(refusal(case.make(), dtype))]
+    assert not wrong, f"make these with from_generator, or give them for_real_numbers(init): {', '.join(wrong)}"
+
+
+def refusal(reducer, dtype):
+    try:
+        reducer.init(params_of(dtype))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def test_gradients_of_another_dtype_are_refused_too():
