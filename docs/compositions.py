@@ -11,7 +11,7 @@ from jaxdist.reducers import Use, reason_against
 
 PAGE = Path(__file__).parent / "reference" / "compositions.md"
 # From the head of the table to the end of the last note.
-TABLE = re.compile(r"^\| reducer \|.*^\d+\. [^\n]*$", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^- \*feedback\*:.*^\d+\. [^\n]*$", re.MULTILINE | re.DOTALL)
 jc, jr = jd.compressors, jd.reducers
 
 
