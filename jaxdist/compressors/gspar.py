@@ -16,9 +16,10 @@ from .._core.descriptions import with_description
 from .._core.dtypes import saturate, working_dtype
 from .._core.types import Array, Float, Int, PRNGKeyArray, Shape, UInt
 from .._core.xla_quirks import largest_entry, largest_magnitude, sum_vector
+from .bitmaps import WORD, first_ones, full, ones, positions, to_bitmap
 from .codecs import SparseCode, sparse_codec
 from .compressor import Compressor
-from .indices import WORD, encode_positions, first_ones, full, ones, positions, to_bitmap
+from .positions import encode_positions
 from .random import key_words
 from .rounding import to_unit
 from .sparse import SparsePayload, add, check_density, decompress, num_kept
