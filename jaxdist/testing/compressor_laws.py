@@ -1,4 +1,4 @@
-"""What every compressor promises, and its codec: no mesh, no optimizer."""
+"""Laws of compressors and of their codecs, checked without a mesh or an optimizer."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -109,7 +109,7 @@ def check_law(name: str, holds: bool | np.bool_, x: Like, detail: str) -> None:
 
 @contextmanager
 def law_of_errors(name: str, where: str = "") -> Iterator[None]:
-    """What the code under test raises breaks this law, if no law has been named yet."""
+    """Reports what the code under test raises as a breach of this law, unless a law is named already."""
     try:
         yield
     except AssertionError:
