@@ -82,11 +82,12 @@ def zero_one_adam(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam that sends one bit an entry on most steps, and nothing at all on most of the later ones.
+    """Adam that sends one bit an entry on most steps, and nothing on most of the later ones.
 
     Until `freeze_step`: every `k` steps the mean gradient `ḡ` is exact and refreshes the variance,
     `v = β₂ v + (1-β₂) ḡ²`; between them `ḡ = d · reduce(g_w / d)` with `d = √v + ε`. Always `m = β₁ m + (1-β₁) ḡ` and
-    `x -= η m / d`. `k` starts at 1 and doubles after every `refreshes` refreshes.
+    `x -= η m / d`. `k` starts at 1 and doubles after `refreshes` of them. **Not as in the paper**: units of `d`, as in
+    `one_bit_adam`.
 
     Afterwards `v` is frozen, and workers take local steps: `m_w = β₁ m_w + (1-β₁) g_w`, `x_w -= η m_w / d`. Every `h`
     steps they synchronize, with the last synchronized parameters `a` and the sum `s` of `η` since then:
@@ -104,9 +105,9 @@ def zero_one_adam(
 
     Args:
       learning_rate: `η`; this and the arguments not listed are those of `one_bit_adam`.
-      freeze_step: steps until the variance is frozen: the end of the learning rate's warm-up or later.
-      refreshes: refreshes before `k` doubles. Fewer send less and risk an old variance.
-      doubling_steps: local steps before `h` doubles.
+      freeze_step: steps until `v` is frozen: the learning rate's warm-up or longer.
+      refreshes: fewer send less and risk an old variance.
+      doubling_steps: in local steps.
       longest_interval: longer sends less and lets workers drift apart.
       reducer: averages gradients, then displacements; by default that of `one_bit_adam`.
 
