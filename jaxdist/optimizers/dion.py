@@ -88,11 +88,11 @@ def dion(
       rank_fraction: `r` as a part of `min(n, m)`, rounded up. 1/4 is nearly as good as 1 on large models.
       momentum: `μ`. With full rank the momentum is `μ M` after each step.
       weight_decay: `λ`, decoupled.
-      is_matrix: `is_matrix(path, leaf)`, with the path as `"layers/0/kernel"`, selects the matrices that map
-        activations. Embeddings and the last layer do better as `rest`.
+      is_matrix: `is_matrix(path, leaf)`, with paths like `"layers/0/kernel"`: of the leaves with two or more
+        dimensions, those that map activations. Embeddings and the last layer do better as `rest`.
       rest: updates the other leaves from their mean gradients; by default `optax.adamw` with this learning rate and
         weight decay. Its usual rate is a tenth of `η`.
-      seed: of the first `Q`, equal on all workers.
+      seed: of the first `Q`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd

@@ -80,8 +80,8 @@ def assert_reducer_laws(
     - *"mean"*: `mean == comm.mean(updates)`, without state.
     - *"exact"*: `mean == comm.mean(own)`, and a single worker gets back its own contribution.
     - *"telescoping"*: all that the means have lacked so far is in the server residuals, the `Sharded` leaves of the
-      state; all totals are equal, and no entry lacks more than the residuals hold.
-    - *"unbiased"*: the mean lacks nothing on average, over 200 steps and up to five standard errors.
+      state; the totals over all entries are equal, and no entry lacks more than the residuals hold.
+    - *"unbiased"*: the mean lacks nothing on average, over 200 steps, within five standard errors.
     - *Numbers*: zeros give finite means; NaN or infinity of one worker gives a mean that is not finite, in error
       feedback too (for a matrix or vector of 5,000 entries in `like`).
     - *Error feedback*, if it accepts the reducer and the law is not merely "unbiased": the sum of the means, the mean
