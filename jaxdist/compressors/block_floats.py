@@ -1,4 +1,4 @@
-"""Blocks of 4- and 8-bit floats with a scale each."""
+"""Floats of 4 and 8 bits, in blocks that share a scale."""
 
 import math
 from collections.abc import Callable
@@ -51,14 +51,14 @@ E3M0 = Minifloat(bits=4, mantissa=0, emin=-2, emax=4, largest_code=0x7)
 
 
 def magnitudes(form: Minifloat) -> np.ndarray:
-    """All finite magnitudes, in the order of their codes."""
+    """Returns all finite magnitudes of a format, in the order of their codes."""
     codes = np.arange(form.largest_code + 1)
     doublings = np.maximum((codes >> form.mantissa) - 1, 0)
     return np.ldexp(codes - (doublings << form.mantissa), doublings + form.emin - form.mantissa)
 
 
 def encode(x: Float[Array, "*shape"], form: Minifloat, rounding: str, key: KeyOrStream) -> UInt[Array, "*shape"]:
-    """The codes of float32 values, saturating.
+    """Encodes float32 values; those out of range become the largest of the format.
 
     Numbers below `2**(emin + 1)` are k units of `2**(emin - mantissa)`, and k is their code. Each doubling from there
     on doubles the unit and puts `2**mantissa` codes below those numbers: rounding up to the next power of two carries.
@@ -73,7 +73,7 @@ def encode(x: Float[Array, "*shape"], form: Minifloat, rounding: str, key: KeyOr
 
 
 def decode(codes: Int[Array, "*shape"] | UInt[Array, "*shape"], form: Minifloat) -> Float[Array, "*shape"]:
-    """The float32 values of codes."""
+    """Decodes codes of a format to float32."""
     wide = codes.astype(jnp.int32)
     sign = 1 << (form.bits - 1)
     code = wide & (sign - 1)
@@ -90,7 +90,7 @@ def _power_of_two(exponents: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def from_exponents(biased: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Powers of two with these exponents."""
+    """Returns the float32 powers of two with these biased exponents."""
     return jax.lax.bitcast_convert_type(biased << MANTISSA, jnp.float32)
 
 
@@ -102,7 +102,7 @@ NOT_FINITE = 2 * BIAS + 1
 
 
 class Scaling(NamedTuple):
-    """The scaling of blocks to the range of their format."""
+    """How blocks are scaled to the range of their format, and how their scales are sent."""
 
     # `make(largest) -> (scales, reciprocals)` from the largest magnitudes of blocks; scales as they are sent.
     make: Callable[[Float[Array, "blocks 1"]], tuple[Array, Array]]
@@ -115,7 +115,7 @@ class Scaling(NamedTuple):
 
 
 def format_named(name: str) -> Minifloat:
-    """The format of a dtype, or `ValueError`."""
+    """Returns the format with this name; raises `ValueError` if there is none."""
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
     return FORMATS[name]
@@ -135,7 +135,7 @@ def largest_exact(form: Minifloat, block: int, rounding: Rounding) -> Compressor
 
 
 def mx_blocks(form: Minifloat, rounding: Rounding) -> Compressor:
-    """A compressor of MX blocks: 32 entries that share a power of two."""
+    """Makes a compressor of MX blocks, 32 entries that share a power of two."""
     check_block(MX_BLOCK, rounding)
     grid = magnitudes(form)
     most = float(grid[-1])

@@ -9,7 +9,7 @@ from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.types import Array, Like, PRNGKeyArray, Shape
 from .compressor import Compressor
-from .indices import largest_by_threshold
+from .largest import largest_by_threshold
 from .rounding import block_grid
 from .sparse import SparsePayload, add_entries, check_density, decompress, gather_entries, num_kept
 

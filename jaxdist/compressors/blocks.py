@@ -1,4 +1,4 @@
-"""Integers in blocks with a scale each."""
+"""Integers in blocks that share a scale."""
 
 import math
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class BlockPayload(NamedTuple):
 
 
 def block_integers(bits: int, block: int, rounding: Rounding) -> Compressor:
-    """A compressor of integers in blocks with a scale each."""
+    """Makes a compressor of integers in blocks that share a scale."""
     check_block(block, rounding)
     # Symmetric: -offset itself is not used.
     most = 2 ** (bits - 1) - 1

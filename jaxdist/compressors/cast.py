@@ -1,4 +1,4 @@
-"""Narrower floats."""
+"""Casts to narrower floats."""
 
 import math
 

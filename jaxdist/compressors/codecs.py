@@ -1,4 +1,4 @@
-"""Variable-length forms of payloads on the host: of levels (QSGD, NUQSGD, ALQ) and of sparse entries (Wangni et al.).
+"""Codecs that encode payloads in variable length on the host: of levels, and of sparse entries (Wangni et al.).
 
 A body is a checksum, the kind of code, and its sections. What would be longer than the payload is sent as that is, so a
 code costs at most 5 bytes more.
@@ -26,8 +26,8 @@ from .entropy_codes import (
     omega,
     omega_length,
 )
-from .indices import decode_host_positions, encode_host_positions
 from .packing import bytes_of_codes, pack_on_host, unpack, unpack_on_host
+from .positions import decode_host_positions, encode_host_positions
 from .rounding import whole_words
 
 LevelCode = Literal["elias", "entropy"]

@@ -37,29 +37,29 @@ Factor = Callable[[Array, Any], Array]
 class Compressor(NamedTuple):
     """Encodes one array as a payload and decodes it again, without state or collectives.
 
+    Both bounds hold for finite entries of any magnitude, except for losses below the smallest normal number (1.2e-38
+    for float32), which compilers flush to zero; docstrings state other limits. Where an unbiased compressor would
+    decode to more than the largest number of the dtype, it decodes to that number, with a smaller error and a smaller
+    mean.
+
     Attributes:
       compress: `compress(x, key) -> payload`, a pytree of arrays whose shapes depend on `x.shape` alone. Codes narrower
         than 32 bits are u8, u16 or int8 words, since XLA widens other dtypes.
       decompress: `decompress(payload, like) -> x`, with the shape and dtype of `like`.
       summable: payloads may be averaged on the wire (the compressor is linear), by an all-reduce; otherwise they are
-        gathered and decoded one by one.
+        gathered.
       shared_key: all workers draw the same key (random-k, sketches).
       variance: ω of an unbiased compressor, as a function of the shape: `E|C(x) - x|² <= ω |x|²`.
       contraction: δ of a biased one: `E|C(x) - x|² <= (1 - δ) |x|²`.
       codec: the variable-length form of a payload, for engines that send bytes; shapes inside jit stay as they are.
       add: `add(payload, total) -> total + decompress(payload, total)`, where most entries are zero and it is cheaper to
-        touch only the others; else None.
+        touch only the others.
       shrink: `shrink(payload, x, factor) -> payload` of an unbiased compressor that knows its error for the input at
         hand: the payload with its scales times `factor(ω_x, ω)`, from the relative error of their part of `x` and its
         bound; see `scaled`.
-      scale_free: decodes to numbers that do not depend on the magnitude of `x`, zero included (`sign`), so that a
-        worker cannot be weighted, or left out, by a factor.
+      scale_free: decodes to numbers that do not depend on the magnitude of `x`, zero included (`sign`), so that no
+        factor can weight a worker or leave it out.
       description: the call that made it, such as `qsgd(4)`, for `repr` and error messages.
-
-    Both bounds hold for finite entries of any magnitude, except for losses below the smallest normal number (1.2e-38
-    for float32: compilers flush such numbers to zero); docstrings state other limits. Where an unbiased compressor
-    would decode to more than the largest number of the dtype, it decodes to that number, with a smaller error and a
-    smaller mean.
     """
 
     compress: Callable[[Array, PRNGKeyArray], Payload]

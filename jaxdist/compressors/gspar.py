@@ -16,9 +16,10 @@ from .._core.descriptions import with_description
 from .._core.dtypes import saturate, working_dtype
 from .._core.types import Array, Float, Int, PRNGKeyArray, Shape, UInt
 from .._core.xla_quirks import largest_entry, largest_magnitude, sum_vector
+from .bitmaps import WORD, first_ones, full, ones, positions, to_bitmap
 from .codecs import SparseCode, sparse_codec
 from .compressor import Compressor
-from .indices import WORD, encode_positions, first_ones, full, ones, positions, to_bitmap
+from .positions import encode_positions
 from .random import key_words
 from .rounding import to_unit
 from .sparse import SparsePayload, add, check_density, decompress, num_kept
@@ -41,19 +42,15 @@ def gspar(
 
     λ is such that `Σ p_i` is `k = max(1, round(density d))` (less one part in 16,000): the certain entries are sent as
     they are, the others all as `± 1 / λ` (at most the largest number of the dtype).
-    `E|C(x) - x|² = Σ x_i² (1 / p_i - 1)`, the minimum for k entries on average; equal magnitudes are the worst case,
-    ω = d/k - 1 (with that k), which `random_k` has for every input.
-
-    Exactly k positions are sent, so that shapes are static, and yet every entry is kept with probability p_i: the p_i
-    are laid end to end on a line, and entries are chosen by one random offset and all whole steps from it (systematic
-    sampling). The choices in one array are then not independent, which changes neither the mean nor the variance.
+    `E|C(x) - x|² = Σ x_i² (1 / p_i - 1)`, the minimum for k entries on average; equal magnitudes are the worst case, ω
+    = d/k - 1 (with that k), which `random_k` has for every input. Exactly k positions are sent, drawn by systematic
+    sampling, so that shapes are static; the choices in one array are not independent.
 
     With `variance=ε` instead, `k = ceil(d / (1 + ε))`, the smallest k whose variance is at most `ε |x|²` for any input.
-    The paper sends fewer entries where the input allows it, in messages of varying length. With a `code` so does this:
-    with a variance it keeps `Σ p_i` entries of the paper's closed form (`closed_form_probabilities`), up to k, and pads
-    the payload with zeros, which the code leaves out. `expected_bits` is the mean length of the paper's code.
+    With a `code` too, only the `Σ p_i` entries of the paper's closed form (`closed_form_probabilities`), up to k, are
+    kept, and the payload is padded with zeros, which the code leaves out.
 
-    On the wire: k values in the dtype of x, and their positions as in `top_k`.
+    *On the wire*: k values in the dtype of x, and their positions as in `top_k`.
 
     Args:
       density: the share that is kept, in (0, 1]. Start at 0.1, without error feedback.

@@ -10,13 +10,16 @@ from .rounding import Rounding
 def int4(*, block: int = 32, rounding: Rounding = "nearest") -> Compressor:
     """Rounds each block to 15 evenly spaced numbers: `C(x)_i = s round(x_i / s)`, `s = max|x| / 7`.
 
-    As `int8`: to nearest `δ = 1 - (d-1) / (4·7² + d-1)`, 0.863 for 32 entries in a block, which needs error feedback;
-    for Gaussian entries the loss is 0.009. At random the code is that of `qsgd(4, bucket=block)`, with ω = 0.14.
-    Symmetric, since with 8 numbers below zero the largest positive entry would lose an eighth. Blocks below 8e-38 have
-    steps of 1.2e-38.
+    To nearest it is biased and needs error feedback: `δ = 1 - (d-1) / (4·7² + d-1)`, 0.863 for d = 32 entries in a
+    block. At random the code is that of `qsgd(4, bucket=block)`, with ω = 0.14. Blocks below 8e-38 have steps of
+    1.2e-38.
 
-    On the wire: half a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per
-    block: 5 bits an entry, 6.4 times less than float32. Blocks of 16 to 256 are common; `mxfp4` has scales of one byte.
+    *On the wire*: half a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per
+    block: 5 bits an entry, 6.4 times less than float32.
+
+    Args:
+      block: entries that share a scale, 16 to 256. Smaller is more exact and costs 4 bytes per block.
+      rounding: as for `int8`.
 
     Examples:
       >>> import jax, jax.numpy as jnp

@@ -37,30 +37,27 @@ def with_levels(
     """Rounds each entry of a bucket at random to one of the two levels around it: unbiased.
 
     With `r_i = x_i / norm` between the levels `l <= r_i <= h`: `C(x)_i = norm h` with probability
-    `(r_i - l) / (h - l)`, else `norm l`. The variance of an entry is `norm² (h - r_i) (r_i - l)`; `expected_variance`
-    adds it up. The largest such sum over a bucket of d entries is `ω |x|²`, with the maximum over neighbors l, h:
+    `(r_i - l) / (h - l)`, else `norm l`. The variance of an entry is `norm² (h - r_i) (r_i - l)` (see
+    `expected_variance`). The largest sum over a bucket of d entries is `ω |x|²`, maximal over neighbors l, h:
 
     - "max": `ω = max t - 1`, `2 t = q + sqrt(q² + (d - 1) (l + h)²)`, `q = 1 - (d - 1) l h`; attained
-    - "l2":  `ω = min over u > 0 of 1 / u - 1 + d max ((l + h)² u / 4 - l h)`, a bound that is attained where all
-    entries
-      are in the same interval, and otherwise too large by at most the contribution of one entry: with the powers of 1/2
-      of `nuqsgd(3)` by a fifth for 4 entries (0.181, where 0.151 is the largest), by 1.4 % for 64
+    - "l2":  `ω = min over u > 0 of 1 / u - 1 + d max ((l + h)² u / 4 - l h)`, a bound
 
-    The table may be traced: levels can change from step to step without a new trace, and ω is then traced too.
-    A bucket that is longer than the largest float has that for its norm, and a smaller error.
+    The table may be traced, so that levels can change from step to step; ω is then traced too. A bucket that is longer
+    than the largest float has that for its norm, and a smaller error.
 
-    On the wire: `ceil(n bits / 8)` bytes of codes (in whole 32-bit words where there are several buckets) and 4 bytes
+    *On the wire*: `ceil(n bits / 8)` bytes of codes (in whole 32-bit words where there are several buckets) and 4 bytes
     of norm per bucket. Levels are not sent: all workers must have the same.
 
     Args:
       levels: increasing. With a zero level the magnitudes from 0 to 1, at most `2**(bits - 1)`, used with both signs;
-        without one a table from -1 to 1, at most `2**bits`, mirrored or not.
+        else from -1 to 1, at most `2**bits`.
       bits: 2, 3, 4 or 8.
       bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket.
-      norm: "l2", whose ratios are concentrated around zero, as the levels of the papers are; or "max".
-      zero_level: whether the table contains magnitudes. Without a zero level an entry of zero is sent as noise.
+      norm: "l2", whose ratios are concentrated around zero, or "max".
+      zero_level: whether the table contains magnitudes. Else zeros are sent as noise.
       noise: `(key, shape) -> uniforms`.
-      code: as for `qsgd`; "elias" needs a zero level. The paper of ALQ has "entropy", by Huffman's code.
+      code: as for `qsgd`; "elias" needs a zero level.
 
     Examples:
       >>> import jax, jax.numpy as jnp

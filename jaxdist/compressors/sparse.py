@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from .._core.types import Array, Float, Int, Like, Shape, UInt
-from .indices import decode_positions, encode_positions
+from .positions import decode_positions, encode_positions
 
 
 class SparsePayload(NamedTuple):
@@ -28,7 +28,7 @@ def add(payload: SparsePayload, total: Array) -> Array:
 
 
 def add_entries(payload: SparsePayload, total: Array, size: int) -> Array:
-    """The same for positions in `range(size)`, of which those beyond the array belong to padding."""
+    """Adds entries at positions in `range(size)`, of which those beyond the array belong to padding."""
     where = decode_positions(payload.indices, payload.values.shape[0], size)
     values = payload.values.astype(total.dtype)
     mode = "promise_in_bounds" if size == total.size else "drop"
@@ -61,6 +61,6 @@ def check_density(density: float) -> None:
 
 
 def share_kept(density: float, shape: Shape) -> float:
-    """k/d, or 1 for an empty array."""
+    """The share `k / d` of entries that are kept; 1 for an empty array."""
     size = math.prod(shape)
     return num_kept(density, size) / size if size else 1.0

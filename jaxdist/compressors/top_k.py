@@ -6,7 +6,7 @@ from typing import Literal
 from .._core.descriptions import with_description
 from .._core.types import Array, PRNGKeyArray
 from .compressor import Compressor
-from .indices import largest_by_sorting, largest_by_threshold
+from .largest import largest_by_sorting, largest_by_threshold
 from .sparse import SparsePayload, add, check_density, decompress, gather_entries, num_kept, share_kept
 
 Method = Literal["threshold", "exact"]

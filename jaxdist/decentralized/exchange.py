@@ -19,7 +19,7 @@ from .method import StepContext
 
 
 def init_copy(name: str, params: PyTree, topology: Topology) -> dict[str, PyTree]:
-    """Copies of the models, of which each worker has its own."""
+    """Returns the first copy of the model, called `name`, and the pull of the neighbors' copies on it."""
     # All workers start from one model, so that the copies of it are equal and pull nowhere.
     return {name: params, "pull": zeros_like(params)}
 
@@ -92,7 +92,7 @@ def _send_payloads(context: StepContext, compressor: Compressor, leaves: Sequenc
 def compress_leaves(
     context: StepContext, compressor: Compressor, leaves: Sequence[Array]
 ) -> tuple[list[list[int]], list[Array], list[Payload]]:
-    """Returns the positions of the leaves of each shape, their stacks, and the payloads of these."""
+    """Compresses leaves of one shape together; returns the positions of each group, its stack, and its payload."""
     key = context.key if compressor.shared_key else jax.random.fold_in(context.key, context.comm.index)
     groups, stacks = stack_by_shape(leaves)
     # Each leaf has its own key, by its position in the tree.
@@ -101,7 +101,7 @@ def compress_leaves(
 
 
 def decode_leaves(compressor: Compressor, payloads: Sequence[Payload], stacks: Sequence[Array]) -> list[Array]:
-    """Decodes one payload."""
+    """Decodes the payloads of one worker, one for each stack."""
     return [_decode_stack(compressor, stack, payload) for payload, stack in zip(payloads, stacks, strict=True)]
 
 

@@ -58,17 +58,15 @@ def gossip(
 
         x_i <- Σ_j W_ij (x_j + u_j)
 
-    and the other methods improve on it: for data that differ between workers (`d2`, `gradient_tracking`, `relay_sgd`),
-    momentum (`quasi_global_momentum`, `quasi_global_adam`), links in one direction (`sgp`) and fewer bytes (`choco`,
-    `dcd_psgd`, `ecd_psgd`).
+    and the other methods improve on it.
 
     **Parameters differ between workers**: the state is `TrainState(jd.PerWorker(params), tx.init(params))`, and the
     model to evaluate is the mean, `jd.consensus(params)`, or with one-way links and delayed messages `mean_params`. The
     transformation takes local gradients, needs `params` and comes last in a chain. Its `update` also takes
 
     - `learning_rate=`, the replicated rate of this step, for the methods that need it;
-    - `active=`, a boolean of this worker, false where it takes no step of its own, as without examples: its gradient
-      is left out, even NaN, and its optimizer's state stays; it still averages;
+    - `active=`, a boolean of this worker, false where it takes no step of its own, as without examples: its gradient is
+      left out, even NaN, and its optimizer's state stays; it still averages;
     - `round=`, the static number of a round as `due_round` gives it;
 
     and refuses `examples=`, since unequal weights of neighbors would change the global mean: pass
@@ -84,9 +82,8 @@ def gossip(
       topology: the graph; its number of workers is that of the axis.
       method: how models are combined with those of the neighbors; `d_psgd()` by default.
       seed: of the random draws of compressors.
-      carriers: another, faster axis, whose workers act as one: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"),
-        jd.gossip(inner, topology, axis="pod", carriers="chip"))`. They have one model; each sends a part of it over
-        the slow links, and they gather what arrived. Without `carriers` each would send the whole model.
+      carriers: another, faster axis, whose workers act as one: they have one model, each sends a part of it over the
+        slow links, and they gather what arrived.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd

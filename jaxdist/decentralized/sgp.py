@@ -96,5 +96,5 @@ def _push(context: StepContext) -> StepResult:
 
 
 def scale_models(tree: PyTree, factor: Array) -> PyTree:
-    """The models times a push-sum weight."""
+    """Multiplies the leaves by a push-sum weight, each in its own dtype."""
     return jax.tree.map(lambda x: factor.astype(x.dtype) * x, tree)

@@ -50,35 +50,32 @@ def mirror_descent(
 ) -> optax.GradientTransformationExtraArgs:
     """Any-batch mirror descent: workers process different numbers of examples per round, and average their models.
 
-    In round `t` worker `i` processes `b_i` examples in a fixed time, all at its model `x_i`, with mean gradient `g_i`:
+    In round `t` worker `i` processes `b_i` examples in a fixed time, with mean gradient `g_i` at its model `x_i`:
 
         z_i = argmin over x in X of <g_i, x> + D(x, x_i) / η_t,     x_i = Σ_j W_ij b_j z_j / Σ_j W_ij b_j
 
-    No worker waits for slow ones: they have less weight. A worker with `b_i = 0` takes no step and has no weight; if
-    its neighbors have no examples either, its model does not change. `weights="uniform"` averages with `W` alone. With
-    `"combine_then_adapt"` the step starts from the average, with the gradient at `x_i` as before; the message does not
-    depend on the gradient and may be sent while that is computed.
+    A worker with `b_i = 0` takes no step and has no weight.
 
-    *On the wire*: with a topology `rounds` messages of `4` bytes an entry to each neighbor, and with `examples` 4
-    bytes more in each; without one, an all-reduce of the same size. They do not depend on `b`.
+    *On the wire*: with a topology `rounds` messages of `4` bytes an entry to each neighbor, and with `examples` 4 bytes
+    more in each; without one, an all-reduce of the same size.
 
     *State*: replicated, a count; per-worker, at most one number.
 
     Args:
       geometry: `euclidean(...)`, `entropy(...)`, `p_norm(...)`, `diagonal(...)`, or another `Geometry`.
-      learning_rate: `η`, or a schedule from the number of the step. Noise falls with `Σ b`, so a rate tuned at one
-        speed of the workers is not the best at another. `η/√t` for a fixed comparator.
-      topology: the graph over workers; it may change with the step. `None`: an exact mean, and parameters stay
-        replicated.
-      rounds: of consensus in each step. Each brings workers closer by the factor `ρ` of the topology.
-      weights: `"batch"` pools all examples: least variance when workers draw from the same source. `"uniform"` counts
-        workers alike: unbiased for the mean of their losses when their sources differ.
+      learning_rate: `η`, or a schedule from the number of the step; `η/√t` for a fixed comparator.
+      topology: the graph over workers; it may change. `None`: an exact mean.
+      rounds: of consensus in each step, each by the factor `ρ` of the topology.
+      weights: `"batch"` pools all examples, for workers with one source. `"uniform"` averages with `W` alone, without
+        bias when sources differ.
+      order: `"combine_then_adapt"` steps from the average, with the gradient at `x_i`, and may send while it is
+        computed.
 
     Returns:
-      A gradient transformation for local gradients; it needs `params`, comes last in a chain, and its updates lead to
-      an `x` of the set. With a topology, or `combine_then_adapt`, parameters differ: `PerWorker(params)` in the train
-      state, and `jd.consensus` for the model to evaluate. Its `update` takes `examples=`, this worker's `b`; without it
-      all workers have the same weight, but those with `active=False`, whose `b` is 0.
+      A gradient transformation for local gradients; it needs `params` and comes last in a chain. With a topology, or
+      `combine_then_adapt`, parameters differ: `PerWorker(params)` in the train state, and `jd.consensus` for the model
+      to evaluate. Its `update` takes `examples=`, this worker's `b`; without it all workers have the same weight, but
+      those with `active=False`, whose `b` is 0.
 
     Raises:
       ValueError: the topology is not doubly stochastic; at trace time, the topology has another number of workers,

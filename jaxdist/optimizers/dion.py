@@ -69,36 +69,30 @@ def dion(
 ) -> optax.GradientTransformationExtraArgs:
     """Updates matrices along the strongest directions of their momentum, all equally far, and sends only those.
 
-    One step of a warm-started power iteration finds them. With the momentum `M_w [n, m]` of worker `w`, the replicated
-    `Q [m, r]` and the learning rate `η`: `M_w += g_w`, `P = orth(mean(M_w Q))`, `R_w = M_wᵀ P`, `R = mean(R_w)`,
-    `M_w -= (1-μ) P R_wᵀ`, `Q` = `R` with its columns scaled to length 1, `x -= η (√(m/n) P Qᵀ + λ x)`. The part that
-    `P` and `R` do not represent stays in the momentum, which is thereby the error feedback too. Each worker subtracts
-    its own `R_w`: the mean momentum is the same as with the averaged `R` of the paper, but there the workers' momenta
-    diverge.
+    With the momentum `M_w [n, m]` of worker `w`, the replicated `Q [m, r]` and the learning rate `η`: `M_w += g_w`,
+    `P = orth(mean(M_w Q))`, `R_w = M_wᵀ P`, `R = mean(R_w)`, `M_w -= (1-μ) P R_wᵀ`, `Q` = `R` with its columns scaled
+    to length 1, `x -= η (√(m/n) P Qᵀ + λ x)`. Leaves of more dimensions are matrices `[all but the last, last]`.
 
-    Kernels in JAX are `[in, out]`, the transpose of the paper's, hence the scale `√(m/n)`. Leaves of more dimensions
-    are matrices `[all but the last, last]`.
+    The updates contain the learning rate, and `update` takes `examples=` and `active=`, which weight gradients as in
+    `all_reduce`; without any examples the gradient is zero, and the momentum goes on.
 
-    *On the wire* for matrices `[n, m]`: two all-reduces, of `r·n` floats for each matrix, then of `r·m` for each matrix
-    and all entries of the other leaves; together `4·(Σ r(n+m) + Σ rest)` bytes, of which a worker sends `2(W-1)/W`. All
-    in float32 (float64 leaves in float64).
+    *On the wire* for matrices `[n, m]`: two all-reduces, of `r·n` floats for each matrix, then of `r·m` and all entries
+    of the other leaves; together `4·(Σ r(n+m) + Σ rest)` bytes, of which a worker sends `2(W-1)/W`, in float32 (float64
+    leaves in float64).
 
-    *State*: replicated, `Q` and the state of `rest`; per worker the momentum of the matrices. The updates contain the
-    learning rate, and `update` takes `examples=` and `active=`, which weight gradients as in `all_reduce`; where no
-    worker has examples the gradient is zero, and the momentum goes on.
+    *State*: replicated, `Q` and the state of `rest`; per worker the momentum of the matrices.
 
     Args:
-      learning_rate: `η`, a number or a schedule. The size of updates does not depend on the gradient's, so that one
-        rate serves layers of all widths; start at 0.03.
+      learning_rate: `η`, a number or a schedule; start at 0.03, for layers of all widths.
       rank: `r`, at most `min(n, m)`. Higher follows the momentum better; give this or `rank_fraction`.
-      rank_fraction: `r` as a part of `min(n, m)`, rounded up. 1 is full rank, 1/4 is nearly as good on large models.
+      rank_fraction: `r` as a part of `min(n, m)`, rounded up. 1/4 is nearly as good as 1 on large models.
       momentum: `μ`. With full rank the momentum is `μ M` after each step.
       weight_decay: `λ`, decoupled.
-      is_matrix: `is_matrix(path, leaf)`, with the path as `"layers/0/kernel"`, selects among the leaves of two or more
-        dimensions the matrices that map activations. Embeddings and the last layer do better as `rest`.
-      rest: updates the other leaves from their mean gradients; by default `optax.adamw` with the learning rate and the
-        weight decay given here. Its usual rate is a tenth of that of the matrices.
-      seed: of the first `Q`, equal on all workers.
+      is_matrix: `is_matrix(path, leaf)`, with paths like `"layers/0/kernel"`: of the leaves with two or more
+        dimensions, those that map activations. Embeddings and the last layer do better as `rest`.
+      rest: updates the other leaves from their mean gradients; by default `optax.adamw` with this learning rate and
+        weight decay. Its usual rate is a tenth of `η`.
+      seed: of the first `Q`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd

@@ -32,7 +32,7 @@ class FrozenAdamState(NamedTuple):
 
 
 class FrozenAdam(NamedTuple):
-    """`corrected`: divide by `1 - βᵗ` as Adam does, for the variance with the `t` at which it was frozen."""
+    """The arguments; `corrected` divides by `1 - βᵗ` as Adam does, for the variance with the `t` at which it froze."""
 
     learning_rate: LearningRate
     freeze_step: int

@@ -82,45 +82,34 @@ def zero_one_adam(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam that sends one bit an entry on most steps, and nothing at all on most of the later ones.
+    """Adam that sends one bit an entry on most steps, and nothing on most of the later ones.
 
     Until `freeze_step`: every `k` steps the mean gradient `ḡ` is exact and refreshes the variance,
     `v = β₂ v + (1-β₂) ḡ²`; between them `ḡ = d · reduce(g_w / d)` with `d = √v + ε`. Always `m = β₁ m + (1-β₁) ḡ` and
-    `x -= η m / d`. `k` starts at 1 and doubles after every `refreshes` refreshes.
+    `x -= η m / d`. `k` starts at 1 and doubles after `refreshes` of them. **Not as in the paper**: units of `d`, as in
+    `one_bit_adam`.
 
     Afterwards `v` is frozen, and workers take local steps: `m_w = β₁ m_w + (1-β₁) g_w`, `x_w -= η m_w / d`. Every `h`
-    steps they synchronize. With the anchor `a`, the parameters after the last sync, and `s`, the sum of `η` since then:
-    `u = reduce(x_w - a)`, `m_w = -d u / s`, `x_w = a = a + u`. `h` starts at 1 and doubles every `doubling_steps`
-    steps, up to `longest_interval`.
+    steps they synchronize, with the last synchronized parameters `a` and the sum `s` of `η` since then:
+    `u = reduce(x_w - a)`, `m_w = -d u / s`, `x_w = a = a + u`. `h` starts at 1 and doubles every `doubling_steps`, up
+    to `longest_interval`. Weight decay: `a -= s λ a`.
 
-    **Not as in the paper**, which sends `g_w` and `d (x_w - a)` and divides by `d` afterwards: see `one_bit_adam`. Of
-    64 entries whose gradients span three decades, the largest distance from the optimum is 0.22 (uncompressed 0.18);
-    in the paper's form it was 9.1. On a refresh, where `d` changes, residuals of `error_feedback` and `two_shot` are
-    multiplied by the old `d` over the new one, which keeps them the same in units of the gradient. Residuals of another
-    structure, inside `bucketed`, `per_leaf` or `hierarchical`, keep their value in units of `d` instead.
-
-    There is no bias correction, as in the original. Entries without any variance do not change, as in `one_bit_adam`.
-    Weight decay is applied to the anchor, `a -= s λ a`, so that it does not enter the momentum. The transformation
-    comes last in a chain, its updates contain the learning rate, and `update` needs `params` and takes `examples=` and
-    `active=`: a worker without examples takes no step between two syncs.
+    It comes last in a chain; `update` needs `params` and takes `examples=` and `active=`. **Parameters differ between
+    workers between syncs**: `TrainState(jd.PerWorker(params), tx.init(params))`; evaluate `jd.consensus`.
 
     *On the wire* for `n` entries: on a refresh one all-reduce, `2(W-1)/W · 4n` bytes sent; on other steps until
-    `freeze_step`, and on later syncs, the reducer's collectives: by default one all-to-all and one all-gather, about
-    `2(W-1)/W · n/8` bytes together; on all other steps nothing.
+    `freeze_step`, and on syncs, those of the reducer, by default `2(W-1)/W · n/8`; else none.
 
-    *State*: replicated, the variance; per worker momentum and anchor, of half-precision parameters also their
-    displacement; by default a residual per worker and a sharded
-    one, both set to zero at `freeze_step`: before, they are residuals of gradients, afterwards of displacements.
-    **Parameters differ between workers between syncs**: mark them,
-    `TrainState(jd.PerWorker(params), tx.init(params))`, and evaluate `jd.consensus(state.params)`.
+    *State*: replicated, the variance; per worker momentum and `a`, of half-precision parameters their displacement;
+    residuals.
 
     Args:
       learning_rate: `η`; this and the arguments not listed are those of `one_bit_adam`.
-      freeze_step: steps until the variance is frozen, at least 1; the end of the learning rate's warm-up or later.
-      refreshes: refreshes of the variance before their interval doubles. Fewer sends less and risks an old variance.
-      doubling_steps: local steps before the interval between syncs doubles.
-      longest_interval: the longest interval. Longer sends less and lets workers drift further apart.
-      reducer: averages gradients, then displacements; by default `error_feedback(two_shot(scaled_sign()))`.
+      freeze_step: steps until `v` is frozen: the learning rate's warm-up or longer.
+      refreshes: fewer send less and risk an old variance.
+      doubling_steps: in local steps.
+      longest_interval: longer sends less and lets workers drift apart.
+      reducer: averages gradients, then displacements; by default that of `one_bit_adam`.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd

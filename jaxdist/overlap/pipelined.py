@@ -68,33 +68,28 @@ def pipelined(
     axis: AxisNames = "data",
     has_aux: bool = False,
 ) -> Pipelined:
-    """Synchronous training that overlaps communication with the next forward pass too, across step boundaries.
+    """Makes a synchronous step that overlaps communication with the next forward pass too, across step boundaries.
 
-    The backward pass ends with the first layers, so in an ordinary step nothing is left to hide their reduction behind.
-    Here the gradients `g_i` of the first `defer` layers wait, unreduced, for the next call. It reduces and applies them
-    in forward order, one collective a layer, `p_i <- p_i + tx(mean(g_i))`, and the forward pass of layer `i` needs only
-    those up to `i`: the reduction of the others runs beside it. The later layers are reduced inside the step, beside
-    the backward pass, in its order. Nothing is stale: the iterates are those of synchronous training, except that those
-    of the first layers are complete one call later, or after `flush`.
+    The gradients `g_i` of the first `defer` layers wait, unreduced, for the next call, which reduces and applies them
+    in forward order, one collective a layer: `p_i <- p_i + tx(mean(g_i))`. The forward pass of layer `i` needs only
+    those up to `i` and runs beside the reduction of the others. Later layers are reduced inside the step, beside the
+    backward pass. Iterates are those of synchronous training; those of the first layers are complete one call later, or
+    after `flush`.
 
     *On the wire*: per step the bytes of the reducer for each layer separately, `L` times its collectives, and a mean of
-    4 bytes for the loss. The first call reduces zeros.
+    4 bytes for the loss.
 
-    *State* (`PipelinedState`): the reducer's for each layer; one worker's gradients of the first `defer` layers. When
-    the number of workers changes, each new worker gets the mean of the old gradients, which leaves the iterates as they
-    would have been.
+    *State* (`PipelinedState`): the reducer's for each layer; one worker's gradients of the first `defer` layers.
 
     Args:
-      loss: `loss(params, batch, *rest) -> scalar`, as for `local_value_and_grad`. Layers that it runs in one
-        `lax.scan` are one layer here.
+      loss: `loss(params, batch, *rest) -> scalar`, as for `local_value_and_grad`. Layers that it runs in one `lax.scan`
+        are one layer here.
       tx: an optimizer of optax that treats each layer separately: Adam, Lion, LAMB, clipping by entry or block. No
         clipping by the global norm, and no `all_reduce`: use `reducer`.
-      defer: the number of layers that wait; 0 is an ordinary step with a collective for each layer. More hides more
-        behind the forward pass, and less behind backward; it takes the memory of their gradients.
+      defer: the number of layers that wait, with the memory of their gradients; with 0 none does.
         `schedule.choose_defer` computes it for a link.
-      layers: the top-level entries of the parameters in forward order, tuples of entries where several make up a layer
-        (a collective for every bias costs its latency). `jd.schedule.forward_order` reads it from a loss. `None`: the
-        order of a sequence.
+      layers: the top-level entries of the parameters in forward order, tuples of entries where several make up a layer.
+        `jd.schedule.forward_order` reads it from a loss. `None`: the order of a sequence.
       reducer: `exact()` by default; with `error_feedback` each layer has its residual.
       has_aux: whether the loss returns `(scalar, aux)`.
 

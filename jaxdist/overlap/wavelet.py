@@ -78,54 +78,35 @@ def wavelet(
     stages: str | None = None,
     axis: AxisNames = "data",
 ) -> Any:
-    """The backward pass of one wave of data beside the forward pass of another, in the memory of one (Wavelet).
+    """Runs the backward pass of one wave of data beside the forward pass of another, in the memory of one (Wavelet).
 
-    The backward pass of the tick wave goes from layer `L-1` to `0` and frees the memory of activations; the forward
-    pass of the tock wave goes from `0` to `L-1` and fills it again. Layer `L-1-i` of the one and layer `i` of the other
-    are in one iteration of one program and do not depend on each other: compiler and device may run them together, and
-    hide the collectives of one behind the arithmetic of the other. Only the inputs of layers are kept, and each layer
-    is computed again in the backward pass: compare times with a loss under `jax.checkpoint`. The gain depends on the
-    device, see the how-to "Hide the communication"; on CPU there is none.
+    Layer `L-1-i` backward and layer `i` forward share an iteration and do not depend on each other, so that one can
+    hide the collectives of the other. The backward pass computes layers again.
 
-    `mode="pair"` replaces `local_value_and_grad`: all waves see the same parameters, and the gradient is their mean, to
-    the bit as if they had been computed one after the other (`micro_batches`). With forward and backward times `F` and
-    `B`, `k` waves take at best `F + (k-1) max(F, B) + B` instead of `k (F + B)`.
+    `mode="pair"` replaces `local_value_and_grad`: the mean gradient of waves that see the same parameters, bit for bit
+    as with `micro_batches`. `mode="rolling"` takes wave `w-1` backward, wave `w` forward and updates:
+    `θ[w+1] = θ[w] + U(g[w-1](θ[w-1]))`, one update late.
 
-    `mode="rolling"` never drains: a call takes wave `w-1` backward, wave `w` forward and then updates. At best
-    `max(F, B)` a wave. Every gradient is one update late, and is taken at the parameters of its wave's forward pass:
-    `θ[w+1] = θ[w] + U(g[w-1](θ[w-1]))`. SGD on a curvature `λ` is stable for `ηλ < 1` instead of `2`.
+    *On the wire*: nothing in `"pair"`; in `"rolling"` the bytes of `tx` for every wave. With `stages` an activation and
+    its gradient in each of `k + 2S - 1` steps, then a sum of the gradients of `embed` and `head`.
 
-    With `stages`, a pipeline whose waves are whole batches: on each stage, one wave goes backward beside another that
-    goes forward. All waves must see the same parameters, so it drains: `k` waves through `S` stages take `k + 2S - 1`
-    steps of `max(F, B)/S`; give it many more waves than stages. A stage keeps at most `2S-1` waves, about `2A` in all.
-    Each step sends one activation and one gradient of it to the neighbors; at the end the gradients of `embed` and
-    `head`, which are computed on one stage each, are summed over the stages.
-
-    *On the wire*: nothing in `"pair"`, and so one reduction for all its waves; in `"rolling"` the bytes of `tx`, for
-    every wave: twice the bytes of a pair.
-
-    *Memory*: with activations `A` and parameters `P`, a pair takes `A`, gradients of `P` entries in float32 and the
-    memory of the two layers at work; a batch of twice the size takes `2A`. `"rolling"` keeps `A` and the parameters
-    twice in its state, `WaveletState`. Sequences of layer functions can take more: the compiler packs buffers that are
-    not alike.
+    *State* (`"rolling"`): `WaveletState`, with activations and parameters twice.
 
     Args:
-      layer: `layer(params, x) -> x` of layers that are alike, compiled once in a loop; or a sequence of such functions,
-        which may change the shape of `x`. `x` is any tree; keys and integers in it (for dropout: a key that each layer
-        folds) have no gradients. Each wave has its own.
+      layer: `layer(params, x) -> x` of layers that are alike, or a sequence of such functions, which may change the
+        shape of `x`. Keys and integers in `x` have no gradients.
       head: `head(params, x, batch) -> loss`, a mean over the examples of the wave.
       tx: for `"rolling"`: the optimizer, with `all_reduce` in it.
       embed: `embed(params, batch) -> x`, the input of the layers; by default `batch[0]`.
-      mode: `"pair"` for synchronous SGD, or if the network is slow; `"rolling"` for the most overlap.
-      reducer: for `"rolling"`: averages the gradient of each layer in the iteration that computes it, where the forward
-        pass of the other wave can hide that: one collective for each layer, the same bytes. It must be stateless,
-        `exact()`, and `tx` then has no `all_reduce`.
+      mode: `"pair"` for exact gradients or slow networks; `"rolling"` for the most overlap.
+      reducer: for `"rolling"`: averages each layer's gradient in its iteration, in place of `all_reduce`; only
+        `exact()`.
       stages: a further mesh axis over which the layers are cut, `L/S` to a stage (`"pair"`, layers that are alike).
 
     Returns:
-      In `"pair"` a function `(params, waves) -> (loss, gradients)`, of `Layered` parameters and a tuple of two batches
-      or more, each as one worker sees it. In `"rolling"` a `Wavelet` of `init`, `step` and `flush`. Flush before an
-      evaluation, and before batches or the number of workers change.
+      In `"pair"` a function `(params, waves) -> (loss, gradients)` of `Layered` parameters and at least two batches. In
+      `"rolling"` a `Wavelet` of `init`, `step` and `flush`; flush before an evaluation and before batches or the number
+      of workers change.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd

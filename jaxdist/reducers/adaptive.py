@@ -1,4 +1,4 @@
-"""Quantization levels that follow the distribution of the gradients, which ALQ and AMQ share."""
+"""The reducer whose quantization levels are fitted to the gradients, which ALQ and AMQ configure."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ class AdaptiveState(NamedTuple):
 
 
 class LevelPlan(NamedTuple):
-    """`statistics(x)` of every worker are averaged, and `fit(statistics)` gives the levels for `code(levels)`."""
+    """How levels are fitted: `fit` of the mean of all workers' `statistics(x)`, for `code(levels)`."""
 
     name: str
     first: Array
@@ -44,7 +44,7 @@ class LevelPlan(NamedTuple):
 
 
 def check_adaptive(bits: int, bucket: int, norm: str, norm_power: int, block: int) -> None:
-    """Checks what ALQ and AMQ are given."""
+    """Checks the arguments that `alq` and `amq` share."""
     if bits not in (2, 3, 4):
         raise ValueError(f"bits must be 2, 3 or 4, got {bits}; 8 bits lose next to nothing without adapting: qsgd(8)")
     check_buckets(bucket, norm)
@@ -54,7 +54,7 @@ def check_adaptive(bits: int, bucket: int, norm: str, norm_power: int, block: in
 
 
 def fit_steps(update_steps: Sequence[int], every: int) -> Callable[[Array], Array]:
-    """The steps at which levels are fitted."""
+    """Returns the function that says whether levels are fitted after `count` reductions."""
     if any(step < 0 for step in update_steps):
         raise ValueError(f"update_steps must not be negative, got {tuple(update_steps)}")
     check_count("every", every, 1)
@@ -63,7 +63,7 @@ def fit_steps(update_steps: Sequence[int], every: int) -> Callable[[Array], Arra
 
 
 def adaptive(plan: LevelPlan, forms: Forms | None = None) -> Reducer:
-    """The reducer of a plan."""
+    """Makes the reducer that encodes with the levels of a plan and fits them when they are due."""
     if forms is None:
         # Inside error feedback buckets are shrunk by their error with the current levels.
         forms = Forms(contraction=adaptive(plan._replace(code=lambda levels: scaled(plan.code(levels))), Forms()))

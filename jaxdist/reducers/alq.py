@@ -38,46 +38,31 @@ def alq(
 ) -> Reducer:
     """Rounds to levels that are fitted, now and then, to the gradients of all workers: the least variance for the bits.
 
-    All leaves form one vector in buckets of `bucket` entries. An entry `r = x / norm` goes at random to one of the two
-    levels around it, out of `2**bits` from -1 to 1, so that it is right on average (`compressors.with_levels`).
-    At step 0, at `update_steps` and every `every` steps, the levels move to a minimum of the expected variance of an
-    entry, a sum over the intervals between levels:
+    All leaves form one vector in buckets, whose entries `r = x / norm` are rounded at random to `2**bits` levels from
+    -1 to 1, without bias (`compressors.with_levels`). At step 0, at `update_steps` and every `every` steps, the levels
+    move to a minimum of the expected variance, with the distribution F of all entries, weighted by `norm**norm_power`:
 
         Ψ = Σ_j ∫ (l_{j+1} - r) (r - l_j) dF(r)
 
-    F is the distribution of all entries, those of a bucket weighted by `norm**norm_power`:
-
-    - "exact": F is a histogram, and dynamic programming finds the best table of its 257 points.
-    - "coordinate": F is a mixture of truncated normal distributions, fitted to the means and variances of blocks of
-      entries. Each level in turn goes to the zero of dΨ/dl, 30 times, from three starts, of which the best is kept.
-
-    The paper has "coordinate", the L2 norm and one normal distribution for a bucket. But with that norm the squares of
-    the ratios in a full bucket add up to 1, so each has a variance of 1/bucket whatever the gradients are: levels for
-    Gaussian buckets, which fail where layers of different scales share a bucket. Hence the blocks. With the largest
-    magnitude as the norm no level is spent on ratios that do not occur, and the error is less than half of it.
-
-    *On the wire*: one all-gather, of `ceil(n bits / 8)` bytes of codes for all n entries together (in whole 32-bit
-    words where there are several buckets) and `4 ceil(n / bucket)` of norms; a worker sends `W-1` times as much. When
-    levels are fitted, an all-reduce of 4 bytes and one of 1028 more ("exact"), or of 240. Levels are not sent: every
-    worker computes the same ones from the same averages, bit for bit.
+    *On the wire*: one all-gather, of `ceil(n bits / 8)` bytes of codes (in whole 32-bit words where there are several
+    buckets) and `4 ceil(n / bucket)` of norms; a worker sends `W-1` times as much. When levels are fitted, all-reduces
+    of 4 and 1028 bytes ("exact") or 240.
 
     *State* (replicated): a key, a count and the levels. A gradient of zeros, or one with NaN or infinity, leaves them.
-
-    Inside `error_feedback` buckets are shrunk by their error with the current levels (`compressors.scaled`), typical
-    ones hardly. Inside `bucketed`, which sends several pieces, each piece has its own levels.
 
     Args:
       bits: 2, 3 or 4 for each entry. 3 to start.
       bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket.
-      norm: "max", or "l2" as in the paper.
-      solver: see above. The pass over the gradients that "exact" takes costs more, at scheduled steps only.
-      norm_power: 2 minimizes the variance of the sum; 0 that of each bucket relative to its norm (the paper's ALQ-N);
-        1 is what the authors' code has in place of 2.
-      symmetric: `2**(bits - 1)` magnitudes with a level at zero, and a sign; fewer free levels, but zeros stay zeros.
-      block: neighbors that share a mean and a variance, for the mixture. Fewer follow the scales within a bucket more
-        closely, and below 32 take noise for scales; `bucket` is the paper's mixture.
-      update_steps: further steps at which the levels are fitted: early, while gradients change fast.
-      every: and again after so many steps.
+      norm: "max", or "l2" as in the paper, with about twice the error.
+      solver: "exact", from a histogram by dynamic programming, or "coordinate", the paper's, from truncated normal
+        distributions and cheaper.
+      norm_power: 2 minimizes the variance of the sum; 0 that of each bucket relative to its norm (the paper's ALQ-N); 1
+        is the authors' code.
+      symmetric: `2**(bits - 1)` magnitudes with a level at zero, and a sign, so zeros stay zeros.
+      block: neighbors that share a mean and a variance, for "coordinate". Fewer follow scales more closely; `bucket` is
+        the paper's mixture.
+      update_steps: further steps at which levels are fitted, early.
+      every: and again after so many.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd

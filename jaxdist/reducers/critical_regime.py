@@ -64,18 +64,10 @@ def critical_regime(
     schedule: Schedule | None = None,
     fall: float | int = 0.1,
 ) -> CriticalRegime:
-    """Accordion's detector: critical unless `| |A'| - |A| | < eta |A'|`, and when the learning rate falls.
+    """Detects Accordion's critical regimes: all but `| |A'| - |A| | < eta |A'|`, and sudden falls of the learning rate.
 
     `A` is the gradient summed over the first `epoch_steps` of every `interval_steps`, and `A'` the one before. Norms
-    are those of the mean over the epoch, which stay comparable when a larger batch makes epochs shorter.
-
-    `A` must be free of compression, or the detector sees its own verdicts: error feedback moves updates from one epoch
-    to another. `accordion` sums what each worker computed. Inside feedback it sees `x_t = g_t + e_(t-1)` and what
-    of it was sent, `own_t = x_t - e_t`, and the sum of the gradients telescopes,
-    `Σ_(s..T) g_t = Σ_(s..T-1) own_t + x_T - e_(s-1)`.
-
-    Deviations: the paper uses one worker's sum, here the norms of all workers' sums are averaged; in the paper any
-    decrease of the learning rate between epochs is critical, which a cosine has in all epochs; here it must be sudden.
+    are those of the mean over the epoch. `A` must be free of compression.
 
     *On the wire*: nothing; with `comm` the mean of 4 bytes in each step that ends with a verdict.
 

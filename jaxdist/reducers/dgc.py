@@ -1,4 +1,4 @@
-"""Deep gradient compression: sparse updates with momentum that is accumulated where they were computed."""
+"""Deep gradient compression: sparse updates, with the momentum accumulated on each worker before they are sent."""
 
 import math
 from collections.abc import Sequence

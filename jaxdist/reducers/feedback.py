@@ -1,4 +1,4 @@
-"""What methods of error feedback share: workers without data, and residuals in a wide dtype."""
+"""Helpers that methods of error feedback share: for workers without data, and for residuals."""
 
 import jax
 import jax.numpy as jnp

@@ -50,14 +50,13 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     `(P-1)/P · bytes(n/L)` between `P` pods.
 
     *State*: that of `outer`: sharded over the fast axis where it is shaped like the vector, else one copy for each
-    worker on it. What `outer` shards itself (the server residual of `two_shot`) is sharded over both; when the number
-    of workers changes, its entries move by fewer than `8 W` positions, unless `n` is a multiple of that.
+    worker on it. What `outer` shards itself (the server residual of `two_shot`) is sharded over both.
 
     Args:
       inner: over the fast axis: `exact()`, or another one that has a reduce-scatter form, `two_shot(int8())`.
       outer: over the slow axes; sees one flat vector for each dtype. What it decides from its gradients (`accordion`,
-        `with_regime`) each chip decides for its shard, which was tried on CPU devices and processes only. In the
-        reduce-scatter form it must not have state per worker: put error feedback around `inner` there.
+        `with_regime`) each chip decides for its shard. In the reduce-scatter form it must not have state per worker:
+        put error feedback around `inner` there.
 
     Raises:
       ValueError: `inner` has no reduce-scatter form, or `outer` needs matrices or whole gradients (`power_sgd`, `dgc`

@@ -1,4 +1,4 @@
-"""Integers in a scale that all workers share, added by an all-reduce."""
+"""Integer sums: entries are rounded in a scale that all workers share, and an all-reduce adds them."""
 
 from functools import partial
 

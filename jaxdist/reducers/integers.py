@@ -16,7 +16,7 @@ LARGEST_SQUARE = 1e38  # so that a mean beyond 1e19 leaves a scale
 
 
 def check_integer_bits(bits: int) -> None:
-    """Raises `ValueError` for other widths than those of words."""
+    """Checks that `bits` is 8 or 32."""
     if bits not in WORDS:
         raise ValueError(f"bits must be 8 or 32, got {bits}")
 

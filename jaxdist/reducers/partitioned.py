@@ -33,17 +33,10 @@ def partitioned(
 ) -> Reducer:
     """Splits layers into partitions and reduces them separately, one after the other in a given order.
 
-    Compilers reorder and merge independent collectives: XLA:CPU merges all of them, GPU and TPU those up to a
-    threshold. Here partition `m` cannot start before partition `m - w` has arrived, `w = ceil(credit / partition)`: it
-    depends on a comparison with that result which always holds, NaN or not, and which no compiler folds. On CPU, whose
-    collectives block anyway, `w = 1`. Elsewhere the partitions of one window may be merged: on GPU set
-    `--xla_gpu_all_reduce_combine_threshold_bytes` below twice the partition to keep them separate.
-
-    A jitted step computes its gradients last layer first, and the next forward pass starts when the step has ended.
-    Inside a step use `"fifo"`: with `"priority"` every message waits for the gradient of layer 0, which comes last, and
-    nothing overlaps. To send the first layers first, overlap consecutive steps with `pipelined`.
-    `schedule.step_timeline` simulates a step with these arguments. The reducer sees one partition at a time, as a
-    vector: one scale, one top-k for each.
+    Partition `m` cannot start before partition `m - w` has arrived, `w = ceil(credit / partition)` (on CPU `w = 1`), so
+    that compilers neither reorder nor merge them; within a window they may: on GPU
+    `--xla_gpu_all_reduce_combine_threshold_bytes` below twice the partition prevents it. The reducer sees one partition
+    at a time, as a vector: one scale, one top-k for each.
 
     *On the wire*: for each partition what the reducer sends for one vector of its size.
 
@@ -53,12 +46,12 @@ def partitioned(
       reducer: reduces one flat vector.
       partition_bytes: the size of a partition, rounded to multiples of 8 entries. Smaller partitions let urgent layers
         pass sooner, but each pays latency: start at 8 MiB up to 100 Gbit/s, at 32 above.
-      credit_bytes: how many bytes may be in flight. A larger credit keeps the link busier, and makes the order matter
-        less: ByteScheduler has two to four partitions.
-      order: `"fifo"`, last layer first, the order of the backward pass; `"priority"`, first layer first, for gradients
-        that are all available when the step begins; or the layer of each partition, counted from 0.
-      layers: as in `bucketed`; a tuple of entries is one layer, which saves messages if they are small. `None`: each
-        entry is a layer.
+      credit_bytes: how many bytes may be in flight: two to four partitions. A larger credit keeps the link busier, and
+        makes the order matter less.
+      order: `"fifo"`, last layer first, for use inside a step: the order of the backward pass; `"priority"`, first
+        layer first, for gradients that are all available when the step begins; or the layer of each partition, counted
+        from 0.
+      layers: as in `bucketed`; a tuple of entries is one layer. `None`: each entry is a layer.
       layer_fn: in place of `layers`: `layer_fn(path, leaf)`, the sort key of a leaf; leaves with equal keys form one
         layer.
 

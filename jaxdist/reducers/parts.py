@@ -14,12 +14,12 @@ from .reducer import Extras, Reduced, Reducer, Use, check_use
 
 
 def check_parts(what: str, reducer: Reducer) -> None:
-    """Raises for a reducer that cannot be applied to parts of leaves."""
+    """Raises `ValueError` for a reducer that cannot reduce parts of leaves."""
     check_use(Use.PARTS, reducer, what)
 
 
 def init_parts(reducer: Reducer, parts: Sequence[PyTree[Like]]) -> tuple[State, ...]:
-    """A state for each part."""
+    """Returns the state of the reducer for each part."""
     # Parts must not share their draws.
     return tuple(fold_keys(reducer.init(part), i) for i, part in enumerate(parts))
 
@@ -27,7 +27,7 @@ def init_parts(reducer: Reducer, parts: Sequence[PyTree[Like]]) -> tuple[State, 
 def reduce_parts(
     reducer: Reducer, parts: Sequence[Updates], state: State, comm: Comm, extras: Extras, *, window: int | None = None
 ) -> tuple[list[Reduced], tuple[State, ...]]:
-    """Reduces parts by collectives of their own; with a window, of which that many vectors may be in flight."""
+    """Reduces each part by collectives of its own; with a `window`, at most that many vectors are in flight."""
     reduced, states = [], []
     for part, part_state in zip(parts, state, strict=True):
         if window is not None:
@@ -39,7 +39,7 @@ def reduce_parts(
 
 
 def select_part(leaves: Sequence[Any], structure: Any, members: Sequence[int]) -> PyTree:
-    """The tree with some of its leaves, and `None` in place of the others: a leaf keeps its path."""
+    """Selects leaves by their positions; the others become `None`, so that each keeps its path."""
     chosen = set(members)
     return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
 

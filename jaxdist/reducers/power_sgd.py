@@ -76,39 +76,28 @@ def power_sgd(
 ) -> Reducer:
     """Approximates the mean of matrices `M_w [n, m]`: `P = qr(mean(M_w Q))`, `Q = mean(M_wᵀ P)`, `mean = P Qᵀ`.
 
-    `Q` is kept for the next step, so that consecutive steps form one long power iteration. Put the reducer inside
-    `error_feedback`: alone it is biased and loses accuracy. `own = P Q_wᵀ` with this worker's `Q_w`: its mean over
-    workers is the mean. Residuals stay bounded as long as noise rotates the column space of the mean, since the part of
-    an update outside that space is sent once the space rotates towards it. With a fixed column space (full batches of
-    data that differ between workers) the residuals diverge. With the paper's `own="paper"` (every worker subtracts the
-    mean) they diverge in any case, until float32 fails on heterogeneous data.
-
-    Gradients may have any scale: `P` and `Q` are computed from orthonormal bases of the factors (the paper multiplies
-    by `Q` itself, which has the norm of the last gradient and overflows from 1e19 on).
+    `Q` is kept for the next step, so that consecutive steps form one long power iteration. Use it inside
+    `error_feedback`: alone it is biased. `own = P Q_wᵀ` with this worker's `Q_w`: its mean over workers is the mean.
+    Gradients may have any scale.
 
     `one_sided=True` does half of an iteration in each step: `P = mean(M_w Q)`, `mean = P Qᵀ` with orthonormal `Q`, then
-    `Q = mean(M_wᵀ P)`, `mean = P Qᵀ` with orthonormal `P`. Half the bytes, half the latency and fewer products, for an
-    approximation by a factor that is one gradient older.
+    `Q = mean(M_wᵀ P)`, `mean = P Qᵀ` with orthonormal `P`.
 
-    *On the wire* for leaves `[m, n]`: two all-reduces, of `r·n` floats for each matrix, then of `r·m` for each matrix
-    and every uncompressed leaf whole; together `4·(r·Σ(n+m) + Σ rest)` bytes, of which a worker sends `2(W-1)/W`. All
-    in float32 (float64 leaves in float64). One-sided: one all-reduce, of `4·(r·Σn + Σ rest)` and
-    `4·(r·Σm + Σ rest)` bytes alternately.
+    *On the wire* for leaves `[m, n]`: two all-reduces, of `r·n` floats for each matrix, then of `r·m` and every
+    uncompressed leaf; together `4·(r·Σ(n+m) + Σ rest)` bytes, of which a worker sends `2(W-1)/W`, in float32 (float64
+    leaves in float64). One-sided: one all-reduce, of `4·(r·Σn + Σ rest)` and `4·(r·Σm + Σ rest)` bytes alternately.
 
     *State* (replicated): a count, and `Q [m, r]` for each compressed leaf; one-sided: the side to project on, `P`, `Q`.
 
     Args:
       rank: `r`, at most `min(n, m)`. Higher is more accurate and sends more: 1 for the fewest bytes, 4 for language
         models, 2 for convolutional nets; double it if the loss is worse than with `exact`.
-      one_sided: for links with high latency. Use twice the rank, which costs the same bytes: at equal rank it is less
-        accurate, and at rank 1 it may be far worse.
+      one_sided: for links with high latency. Use twice the rank, which costs the same bytes.
       min_compression_rate: a leaf is compressed if `(n+m)·r·rate < n·m`. Lower compresses more leaves; 0 compresses all
         matrices.
-      start_step: the number of steps with exact means before compression. Early gradients are the hardest to compress:
-        try 10 % of training if the loss suffers. Equals `reducer_schedule(exact(), power_sgd(rank), start_step)`: the
-        step contains both programs.
+      start_step: the number of steps with exact means before compression: try 10 % of training if the loss suffers.
       warm_start: keep `Q`. Without it each step draws a new one, and accuracy is lower.
-      own: what error feedback subtracts; `"paper"` is for comparison.
+      own: what error feedback subtracts; `"paper"`, the mean, is for comparison.
       matrix_view: from the shape of a leaf of two or more dimensions to `(n, m)`.
 
     Examples:

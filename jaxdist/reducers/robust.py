@@ -1,4 +1,4 @@
-"""What robust means share: the values of all workers, and the weights of those that count."""
+"""The reducer that gathers all workers' values and combines them in sorted order: median and trimmed mean."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +20,7 @@ MOST_EXAMPLES = 1e30  # the sum over all workers must not overflow
 
 
 class RobustMean(NamedTuple):
-    """`trim` is `None` for the median; `combine(values, weights)` is for sorted values `[W, *s]`."""
+    """A mean of sorted values `[W, *s]`: `combine(values, weights)`; `trim` is `None` for the median."""
 
     trim: int | None
     combine: Callable[[Array, Array], Array]
@@ -50,7 +50,7 @@ class RobustMean(NamedTuple):
 
 
 def robust(name: str, mean: RobustMean) -> Reducer:
-    """The reducer of a robust mean."""
+    """Makes the reducer of a robust mean."""
     limits = {Use.FEEDBACK: _NO_FEEDBACK.format(name=name)}
     return from_generator(name, lambda like: (), mean.messages, law=Law.NONE, forms=Forms(weighted=True), limits=limits)
 

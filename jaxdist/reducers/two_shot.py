@@ -55,19 +55,17 @@ def two_shot(
     server_feedback: bool | Literal["auto"] = "auto",
     seed: int = 0,
 ) -> Reducer:
-    """A two-phase compressed all-reduce: `m = (1/W) Σ_w D(C(x_w))` by an all-to-all, then an all-gather of `C₂(m)`.
+    """Averages by a two-phase compressed all-reduce: `m = (1/W) Σ_w D(C(x_w))`, then all workers decode `C₂(m)`.
 
-    All leaves of a dtype form one vector, split into `W` chunks. Worker `j` receives every worker's payload of chunk
-    `j`, averages in float32 and compresses the mean with `C₂` and an independent key; all workers use what that decodes
-    to. `own = D(C(x))`. The error of `C₂` is not part of any `own`, so the worker that made it keeps it in a *server
-    residual* `e`: `mean = D₂(C₂(m + e))`, `e = m + e - mean`, and the means telescope. An unbiased `C₂` works without:
-    its noise of variance `ω |m|²` is added to that of the gradients.
+    All leaves of a dtype form one vector in `W` chunks. Worker `j` receives every worker's payload of chunk `j`,
+    averages in float32 and compresses the mean with `C₂` and an independent key. `own = D(C(x))`. The error of `C₂` is
+    part of no `own`; with server feedback the worker that made it keeps it in a *server residual* `e`:
+    `mean = D₂(C₂(m + e))`, `e = m + e - mean`, and the means telescope.
 
     *On the wire* for a vector of `n` entries in chunks of `c = 8⌈n / 8W⌉`, or `512⌈n / 512W⌉` from `2**22` entries up:
-    one all-to-all and one all-gather, `(W-1) (bytes(c) + bytes₂(c))` sent; about `2(W-1)/W · bytes(n)`, like an
-    all-reduce, where `compressed` sends `(W-1) · bytes(n)`. Scales travel with the payloads. With two workers both send
-    the same, and `compressed` loses less and encodes once: prefer it there. The reduce-scatter form is the first phase
-    alone, `(W-1) bytes(c)`, with one payload for each worker and dtype.
+    one all-to-all and one all-gather, `(W-1) (bytes(c) + bytes₂(c))` sent, about `2(W-1)/W · bytes(n)`; `compressed`
+    sends `(W-1) · bytes(n)`, the same with two workers. The reduce-scatter form is the first phase alone,
+    `(W-1) bytes(c)`, with one payload for each worker and dtype.
 
     *State*: a key and a count, replicated; with server feedback a residual of `n` in float32 or better, sharded. With
     it the law is `TELESCOPING`, else `UNBIASED`, or `NONE` for a biased compressor.
@@ -75,10 +73,9 @@ def two_shot(
     Args:
       compressor: compresses a chunk for the worker that averages it.
       second: compresses the mean of a chunk; the same compressor by default. A finer one costs few bytes.
-      server_feedback: keep the error of `second`. `"auto"`: unless it is unbiased and so needs no state. `True`
-        around `qsgd(4)` halves what a two-shot costs in every step, for the memory of the residual; at 2 bits it saves
-        a third; in rounds of `local_steps` there is nothing to save at 4 bits. `False` with a
-        biased compressor (often done with 8-bit rounding) leaves its bias in the model, and error feedback refuses it.
+      server_feedback: keep the error of `second`. `"auto"`: unless it is unbiased. `True` around `qsgd(4)` halves what
+        a two-shot costs in every step, for the memory of the residual. `False` with a biased compressor leaves its bias
+        in the model, and error feedback refuses it.
 
     Raises:
       ValueError: server feedback with a compressor that states neither its contraction nor its variance.

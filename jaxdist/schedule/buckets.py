@@ -1,4 +1,4 @@
-"""Which leaves belong to a layer, in which order a model uses layers, and which parameters share a message."""
+"""The layers of a model: their leaves, their order in the forward pass, and the buckets that share a message."""
 
 import itertools
 import re
@@ -15,7 +15,7 @@ Entry = Hashable
 
 
 def open_entries(tree: PyTree) -> tuple[dict[Any, PyTree], Callable[[dict[Any, PyTree]], PyTree]]:
-    """The entries of the first level that has several, and how to close it again."""
+    """Returns the entries of the first level that has several, and the function that makes a tree of them."""
     children, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if len(children) == 1 and not children[0][0]:
         return {"": tree}, lambda entries: entries[""]
@@ -29,12 +29,12 @@ def open_entries(tree: PyTree) -> tuple[dict[Any, PyTree], Callable[[dict[Any, P
 
 
 def leaf_entries(tree: PyTree) -> list[Entry]:
-    """For each leaf, in the order of the tree, the name of its entry."""
+    """Returns the name of the entry of each leaf, in the order of the tree."""
     return [name for name, subtree in open_entries(tree)[0].items() for _ in jax.tree.leaves(subtree)]
 
 
 def groups_of(tree: PyTree, layers: Sequence[Any]) -> list[tuple[Entry, ...]]:
-    """The entries of each layer.
+    """Groups the top-level entries of a tree by layer.
 
     Args:
       tree: like the parameters; `None` in place of a subtree is an entry too.
@@ -83,13 +83,13 @@ def forward_positions(tree: PyTree, layers: Sequence[Any] | None = None) -> list
 
 
 def natural(name: str) -> tuple:
-    """A key to sort names by in which numbers are numbers: `block_2` before `block_10`."""
+    """Returns the key that sorts numbers in names as numbers: `block_2` before `block_10`."""
     words = re.split(r"(\d+)", name)
     return tuple((0, int(word), "") if word.isdecimal() else (1, 0, word) for word in words)
 
 
 def list_names(names: Sequence[Any]) -> str:
-    """The names for a message, not too many."""
+    """Lists names for a message, the first few of many."""
     shown = ", ".join(map(repr, names[:6]))
     return f"{shown}, ... ({len(names)})" if len(names) > 6 else shown
 

@@ -1,4 +1,4 @@
-"""Numbers of local steps in proportion to the speeds of unequal workers."""
+"""Numbers of local steps in proportion to the speeds of workers."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Simulations of a step on one link, event by event: partitions, priorities and credit (ByteScheduler, Peng et al.)."""
+"""Simulated steps on one link, event by event, with partitions, priorities and credit (ByteScheduler)."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Law checks, public, so that your own compressors and reducers are tested as the library's are.
+"""The checks of laws by which the library tests its compressors and reducers, for use with yours.
 
 A failed law raises `AssertionError` with a message that names it.
 """

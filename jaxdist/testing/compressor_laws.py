@@ -1,4 +1,4 @@
-"""What every compressor promises, and its codec: no mesh, no optimizer."""
+"""Laws of compressors and of their codecs, checked without a mesh or an optimizer."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -45,15 +45,15 @@ def assert_compressor_laws(
 ) -> None:
     """Asserts that a compressor keeps its promises; a failure names the law, also where the compressor itself raises.
 
-    For every shape and dtype: the decoded array has the shape and dtype it is asked for. For every shape, in float32:
-    zeros decode to finite values and NaN does not raise; a stated `variance` ω means unbiased and
-    `E|C(x) - x|² <= ω |x|²`; a stated `contraction` δ means `E|C(x) - x|² <= (1 - δ) |x|²`, for Gaussian, equal and
-    one-hot entries. For the largest shape: compiled, eager and vmapped results agree; one key gives one result; if
-    `summable`, the decoded mean of payloads is the mean of the decoded ones.
+    - For every shape and dtype: the decoded array has the shape and dtype it is asked for.
+    - For every shape, in float32: zeros, and whatever is finite, decode to finite values; NaN does not raise. A stated
+      `variance` ω means unbiased and `E|C(x) - x|² <= ω |x|²`; a stated `contraction` δ means
+      `E|C(x) - x|² <= (1 - δ) |x|²`, for Gaussian, equal and one-hot entries, and for entries of any of the
+      `magnitudes`, alone and mixed.
+    - For the largest shape: compiled, eager and vmapped results agree; a constant of the program decodes to finite
+      values too; one key gives one result; if `summable`, the decoded mean of payloads is the mean of the decoded ones.
+    - One entry of 5,000 that is NaN or infinite decodes to something that is not finite.
 
-    Also for every shape, in float32: whatever is finite decodes to finite values, and ω and δ hold, for entries of any
-    of the `magnitudes`, alone and mixed; for the largest shape, where the entries are a constant of the program too.
-    One entry of 5,000 that is NaN or infinite decodes to something that is not finite, as a check of the mean needs.
     Numbers below the smallest normal one (1.2e-38) count as zero, since compilers flush them. Where an unbiased code
     decodes to the largest float, since what it should decode to is larger, the mean is not compared.
 
@@ -109,7 +109,7 @@ def check_law(name: str, holds: bool | np.bool_, x: Like, detail: str) -> None:
 
 @contextmanager
 def law_of_errors(name: str, where: str = "") -> Iterator[None]:
-    """What the code under test raises breaks this law, if no law has been named yet."""
+    """Reports what the code under test raises as a breach of this law, unless a law is named already."""
     try:
         yield
     except AssertionError:

@@ -1,4 +1,4 @@
-"""What every geometry of mirror descent promises: no mesh, no optimizer."""
+"""Laws of the geometries of mirror descent, checked without a mesh or an optimizer."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

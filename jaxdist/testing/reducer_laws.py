@@ -74,17 +74,18 @@ def assert_reducer_laws(
 ) -> None:
     """Asserts that a reducer keeps its laws, for simulated workers with Gaussian updates.
 
-    `init` needs no workers and works on shapes alone. State keeps its tree, shapes and dtypes; unmarked state and the
-    mean are replicated; the mean has the shapes and dtypes of the updates, in half precision too, and the shards of a
-    reduce-scatter form those of `Sharded(leaf, multiple=8)`. The step is traced once.
-    Law "mean": `mean == comm.mean(updates)`, without state. Law "exact": `mean == comm.mean(own)`, and a single worker
-    gets back its own contribution. Law "telescoping": after each step, all that the means have lacked so far is in the
-    server residuals, the `Sharded` leaves of the state; the totals over all entries are equal, and no entry lacks more
-    than the residuals hold. Law "unbiased": the mean lacks nothing on average, over 200 steps and up to five standard
-    errors. Zeros give finite means. NaN or infinity of one worker, in the first matrix or vector of `like` with 5,000
-    entries, gives a mean that is not finite, in error feedback too. If error feedback accepts the reducer and the law
-    is not merely "unbiased", the outputs telescope: the sum of the means, the mean residual and the server residuals
-    make up the sum of the mean updates.
+    - *Shapes*: `init` needs no workers and works on shapes alone. State keeps its tree, shapes and dtypes, the mean
+      those of the updates; both are replicated unless marked. Shards are those of `Sharded(leaf, multiple=8)`; one
+      trace.
+    - *"mean"*: `mean == comm.mean(updates)`, without state.
+    - *"exact"*: `mean == comm.mean(own)`, and a single worker gets back its own contribution.
+    - *"telescoping"*: all that the means have lacked so far is in the server residuals, the `Sharded` leaves of the
+      state; the totals over all entries are equal, and no entry lacks more than the residuals hold.
+    - *"unbiased"*: the mean lacks nothing on average, over 200 steps, within five standard errors.
+    - *Numbers*: zeros give finite means; NaN or infinity of one worker gives a mean that is not finite, in error
+      feedback too (for a matrix or vector of 5,000 entries in `like`).
+    - *Error feedback*, if it accepts the reducer and the law is not merely "unbiased": the sum of the means, the mean
+      residual and the server residuals make up the sum of the mean updates.
 
     Args:
       reducer: the reducer under test.

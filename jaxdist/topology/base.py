@@ -1,4 +1,4 @@
-"""Graphs over the workers, as permutations of messages with mixing weights, which colorings find."""
+"""The `Topology`: a graph over workers as rounds of messages with mixing weights, which edge colorings find."""
 
 import itertools
 from collections.abc import Container, Sequence

@@ -29,8 +29,8 @@ from jaxdist.compressors.entropy_codes import (
     encode_symbols,
     omega_length,
 )
-from jaxdist.compressors.indices import decode_host_positions, encode_host_positions, encode_positions
 from jaxdist.compressors.packing import pack, pack_on_host, unpack_on_host
+from jaxdist.compressors.positions import decode_host_positions, encode_host_positions, encode_positions
 from jaxdist.compressors.qsgd import QuantizedPayload
 from jaxdist.compressors.rounding import whole_words
 from jaxdist.compressors.sparse import SparsePayload

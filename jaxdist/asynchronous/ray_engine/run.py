@@ -39,43 +39,36 @@ def run(
 ) -> Result:
     """Runs a rule on Ray actors: one process per worker and one for the server, on wall time.
 
-    The same rules, tasks and results as in `replay.run`, on wall time: a tick of the trace is a nanosecond. Every
-    process stores its state in an actor of the run, the state store, before it sends the messages that follow from it;
-    messages are numbered; and a process that dies is replaced by one that continues from the stored state. To the rule
-    the worker was slow, and no message or gradient that arrived is lost or counted twice.
+    Rules, tasks and results are those of `replay.run`; a tick of the trace is a nanosecond. A process that dies is
+    replaced by one that continues from its stored state.
 
-    On the wire: the rule's messages, as text and flat arrays without code; contributions to a collective go to the
-    first member of its group, which sends the result to all. To the state store, the arrays of each state that changed:
-    for a worker of a parameter server a model and a gradient per gradient.
+    *On the wire*: the rule's messages; to the state store, the arrays of each state that changed.
 
     Args:
       rule: from `asynchronous.rules`, or your own.
-      task: model and data. Ray pickles its functions and sends them to the other processes.
-      workers: the number of workers.
-      seconds: stop after this wall time, from the time at which all processes are ready.
+      task: model and data. Ray pickles its functions.
+      workers: their number.
+      seconds: stop after this wall time, from when all processes are ready.
       steps: stop after this number of updates of the model.
-      gradients: stop after this number of gradients that arrived.
+      gradients: stop after this number of arrived gradients.
       target: stop at an evaluation at or below this loss.
-      seed: the seed of data and random choices.
-      evaluate_every: seconds between evaluations, starting at 0, in this process; None for none.
-      slow: `{worker: factor}`: sleeps after each gradient so that it takes `factor` times as long. For demonstrations.
-      on_death: of a worker. `"restart"` replaces it by another process; `"continue"` runs on without it, for rules with
-        a server. A server is always restarted.
-      restarts: the number of restarts of each process before the run fails.
-      timeout: seconds after which a silent process counts as dead, and a run without progress as stalled. Longer than
-        the longest gradient, and than the start of a process with its compilations; the initial start of all processes
-        may take five times as long.
-      address: of a running Ray cluster, such as `"auto"` or `"10.0.0.1:6379"`; None: the one that this process is
-        connected to, or a new one on this machine that ends with the run.
-      resources: of each worker: arguments of Ray's `Actor.options` such as `{"num_gpus": 1}`. The default is one CPU,
-        and workers then see no accelerator.
+      seed: of data and random choices.
+      evaluate_every: seconds between evaluations in this process, starting at 0; None for none.
+      slow: `{worker: factor}`: sleeps until a gradient took `factor` times as long. For demonstrations.
+      on_death: of a worker: `"restart"` it, or `"continue"` without it, for rules with a server. A server is always
+        restarted.
+      restarts: restarts of each process before the run fails.
+      timeout: seconds until a silent process counts as dead, and a run without progress as stalled.
+      address: of a Ray cluster, such as `"auto"` or `"10.0.0.1:6379"`; None: the connected one, or a new one for this
+        run.
+      resources: of each worker, as for Ray's `Actor.options`; by default one CPU and no accelerator.
       progress: called about ten times a second.
 
     Returns:
       The `Result`, as from a replay; `params` and `losses` are of stored states.
 
     Raises:
-      ValueError: Ray is not installed, or does not answer at the address.
+      ValueError: Ray is not installed or does not answer.
       ActorLostError: a process could not be started, or died too often.
       StalledError: no process makes progress.
       NonFiniteGradientError: a worker's gradient contains a NaN or an infinity.

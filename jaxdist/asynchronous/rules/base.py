@@ -1,4 +1,4 @@
-"""What all families of rules share: optimizers on values, rules of collectives, graphs, and small tuple functions."""
+"""Helpers that all families of rules share."""
 
 import functools
 from collections.abc import Callable

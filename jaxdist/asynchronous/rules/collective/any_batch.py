@@ -1,4 +1,4 @@
-"""Any-batch rounds: as many gradients as fit into a fixed time."""
+"""Any-batch rounds: each worker computes as many gradients as fit into a fixed time, and all are averaged."""
 
 from typing import Any, NamedTuple, no_type_check
 

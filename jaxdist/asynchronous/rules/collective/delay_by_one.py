@@ -1,4 +1,4 @@
-"""An average of models that overlaps the next local step."""
+"""Delay-by-one averaging: all models are averaged while each worker computes its next gradient."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""LASGD: local steps until a time instead of a number of steps."""
+"""LASGD: local steps continue while an average of earlier snapshots is computed."""
 
 import optax
 

@@ -1,4 +1,4 @@
-"""The rule that variants of local SGD share: local steps, a snapshot, and the merge of its average."""
+"""The rule that variants of local SGD configure: local steps, a snapshot, and the merge of its average."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, no_type_check

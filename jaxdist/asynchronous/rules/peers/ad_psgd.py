@@ -29,25 +29,22 @@ def ad_psgd(
     choice: Choice = "uniform",
     exchange: Exchange | None = None,
 ) -> Rule:
-    """Each worker steps at its own pace, `x_i <- x_i - γ g(x̂_i)`, and averages with one neighbor meanwhile.
+    """Steps each worker at its own pace, `x_i <- x_i - γ g(x̂_i)`, and averages with one neighbor meanwhile.
 
     `x̂_i` is the model when the gradient begins; while the gradient is computed, x_i and the model of a neighbor become
     their mean, and the gradient is applied to the averaged x_i. No worker waits: the exchange overlaps the gradient.
     With data that differ between workers the limit is weighted by the workers' speeds, as for `asgd`.
 
-    One half of the graph initiates an exchange with each gradient that it begins (if its last exchange is complete),
-    and the other half only replies, so that no cycle of waiting workers can form: the graph must be bipartite. If a
-    worker fails, the others continue; exchanges that it interrupted are repeated when it recovers.
+    One half of a bipartite graph initiates an exchange with each gradient that it begins (if its last exchange is
+    complete), and the other half only replies. If a worker fails, the others continue; exchanges that it interrupted
+    are repeated when it recovers.
 
     Versions in the trace are a worker's own step count; `replay.peer_delays` counts the gradients that all workers
     applied between reading and using one: the number of workers minus one, on average.
 
-    On the wire: a model each way per gradient of the half that initiates; other exchanges send less. `compressed` with
-    a compressor for `"params"` works too, but its errors are proportional to the models rather than to their
-    difference, do not vanish as workers agree, and change the sum of all models by half of each: 16 bits are safe; for
-    less use an exchange.
+    *On the wire*: a model each way per gradient of the half that initiates; other exchanges send less.
 
-    State: a worker's model and optimizer; in the half that replies the last reply to each neighbor, in case it was
+    *State*: a worker's model and optimizer; in the half that replies the last reply to each neighbor, in case it was
     lost.
 
     Args:

@@ -55,45 +55,32 @@ def hop(
 ) -> Rule:
     """Decentralized training with queues: each worker waits for its neighbors' models of its own iteration k.
 
-    Entering iteration k, a worker sends `x_i^k` to its neighbors and computes its gradient there, at the same time;
-    then `x_i^(k+1) = Σ_j w_ij x_j^k + u_i`, with the optimizer's update `u_i` (`-γ g_i` for SGD): D-PSGD without a
-    global barrier. A worker leads another by at most the hops between them, and all are as fast as the slowest. These
-    options relax that:
+    Entering iteration k, a worker sends `x_i^k` and computes its gradient there; then
+    `x_i^(k+1) = Σ_j w_ij x_j^k + u_i` with the optimizer's update `u_i`. A worker leads another by at most the hops
+    between them, and all are as fast as the slowest, unless options relax that:
 
-    - *token queues*: each destination of a worker keeps a queue of tokens for it, initially `tokens`. Entering an
-      iteration takes one token from each destination and puts one into each own queue, so that no worker leads a
-      neighbor by more than `tokens`;
-    - *backup workers*: an iteration waits for all but `backup` of the neighbors, uses the other models if they have
-      arrived, and drops late ones. Weights are divided by their sum;
-    - *bounded staleness*: the newest model of each neighbor is used if it is of iteration `k - s` or later, with a
-      weight that falls linearly with its age: `w_ij (k_j - (k - s) + 1)` over the sum of these. A worker leads another
-      by at most `s + 1` per hop;
-    - *skipping*: a worker that is at least two iterations behind all its destinations, according to their tokens,
-      enters the iteration of the nearest one at once, at most `skip` ahead. Its gradient is added to the mean of its
-      neighbors' models of the iteration before the entered one; its own old model is not part of that mean.
-
-    The paper does not specify the use of the gradient when iterations are skipped, and has equal weights; here the
-    weights are those of the graph. After an outage a worker uses its neighbors' newest models in place of those that it
-    missed.
-
-    On the wire: a model to each neighbor per iteration, and with tokens a message without a value from each.
+    - *token queues*: no worker leads a neighbor by more than `tokens`;
+    - *backup workers*: an iteration waits for all but `backup` neighbors and drops late models; weights are divided by
+      their sum;
+    - *bounded staleness*: each neighbor's newest model counts from iteration `k - s` on, with the weight
+      `w_ij (k_j - (k - s) + 1)` over the sum of these;
+    - *skipping*: a worker at least two iterations behind all its destinations enters the iteration of the nearest one.
 
     Versions in the trace are iterations.
 
-    State: each worker's model and optimizer, and per neighbor the models that arrived early: one without tokens in an
+    *On the wire*: a model to each neighbor per iteration; with tokens an empty message from each.
+
+    *State*: each worker's model and optimizer, and per neighbor the models that arrived early: one without tokens in an
     undirected graph, up to `tokens + 1` with them, one with staleness.
 
     Args:
-      graph: a static topology with the neighbors and weights of each worker, or a function that makes one for a number
-        of workers, such as `jd.topology.ring`.
+      graph: a static topology, or a function that makes one for a number of workers, such as `jd.topology.ring`.
       optimizer: the local optimizer of each worker.
-      tokens: the largest lead over a neighbor (`max_ig` in the paper), or None for no token queues. A large value
-        stores many early models.
-      backup: the number of neighbors that an iteration does not wait for (`N_b`). 1 is enough for one slow neighbor.
-      staleness: s. It absorbs random slowdowns of up to s iterations.
-      skip: the largest number of iterations to advance at once (`max_jump`), or 0. If a worker is always slow, backup
-        workers and staleness help only until tokens or age run out; with `skip`, tokens and any staleness at least the
-        factor by which it is slower, the others run at full speed.
+      tokens: the largest lead over a neighbor (`max_ig` in the paper), or None for no queues. More stores more early
+        models.
+      backup: `N_b`. 1 for one slow neighbor.
+      staleness: s, for random slowdowns of as many iterations.
+      skip: the most iterations to advance at once (`max_jump`), or 0; for a worker that is always slow.
 
     Raises:
       ValueError: there are backup workers without tokens, or skipping without tokens or without both backup workers and

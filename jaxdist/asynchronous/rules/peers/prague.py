@@ -70,45 +70,33 @@ def prague(
     max_lag: Number = 4,
     node_size: int | None = None,
 ) -> Rule:
-    """Each worker steps on its own model and then averages with a small group: `x_i <- 1/|G| Σ_(j in G) x_j`.
+    """Steps each worker on its own model and then averages with a small group: `x_i <- 1/|G| Σ_(j in G) x_j`.
 
-    The partial all-reduce waits for the members of the group only. A worker computes a gradient at its model, applies
-    it, joins a group and continues; as in the paper, it computes nothing while it waits. Groups are
+    A worker computes a gradient at its model, applies it, joins a group and continues; it waits for the members of its
+    group only. Groups are
 
-    - *random*: a group generator, the server, draws one for each request. Overlapping groups run in the order in which
-      they were drawn, which is the same for all members, so that no cycle of waiting workers can form. A worker is also
-      drawn into groups of others, `group_size` per gradient. With pairs this is the averaging of AD-PSGD;
-    - *static*: disjoint groups by a fixed schedule, first of neighbors and then increasingly far apart, so that nodes
-      of `group_size` workers average within and between nodes in turn. It needs no requests and has no conflicts; for
-      workers of equal speed;
-    - *smart*: a request that no earlier group answers divides all idle workers (those in no group) into groups at once;
-      their later requests find these groups in their buffers. A worker with more than `max_lag` fewer requests than the
-      requesting one is excluded, so that no worker waits for it; its own requests still get a group. For workers of
-      unequal speed.
-
-    With `node_size` the groups of *static* and *smart* follow nodes of m consecutive workers (*inter-intra*), so that
-    few messages cross the slow links between nodes. *smart* places idle workers in two groups each: first one worker of
-    each node in groups across nodes and the others in groups inside, then all in groups inside, which spread what the
-    first ones brought. *static* averages inside nodes, and then between workers of equal place in their nodes.
-
-    If data differ between workers, faster ones count more. Workers that a slow one delayed initially remain behind the
-    others, and are grouped with it more often.
+    - *random*: drawn for each request by a group generator, the server, of which overlapping ones run in the order in
+      which they were drawn. With pairs this is the averaging of AD-PSGD;
+    - *static*: disjoint, by a fixed schedule, first of neighbors and then increasingly far apart; for workers of equal
+      speed;
+    - *smart*: made of all idle workers at once, when a request is not answered by an earlier group, without those that
+      have more than `max_lag` fewer requests; for workers of unequal speed.
 
     Versions in the trace are a worker's own steps; the final model is the mean of all.
 
-    On the wire: an all-reduce of the model in a group per gradient (`group_size` of them if random), `2 (g - 1)/g`
+    *On the wire*: an all-reduce of the model in a group per gradient (`group_size` of them if random), `2 (g - 1)/g`
     models each; except for *static*, a request and a reply without values.
 
-    State: each worker's model and optimizer; the generator stores groups and counts only.
+    *State*: each worker's model and optimizer; the generator stores groups and counts only.
 
     Args:
       optimizer: the local optimizer of each worker.
-      group_size: the largest number of workers in a group. 2 mixes slowly, large groups wait longer; our
-        comparisons have 4 (`benchmarks/reports/2026-11-asynchronous`).
+      group_size: the largest number of workers in a group. 2 mixes slowly, large groups wait longer; start with 4.
       groups: the policy, see above.
       max_lag: of *smart*, in requests; infinity excludes no worker. With a small value random slowdowns split the
         workers.
-      node_size: m, the number of workers of a node, which divides their number. None: groups ignore nodes.
+      node_size: m, the number of consecutive workers of a node, which divides their number: groups of *static* and
+        *smart* then follow nodes, so that few messages cross the slow links between them. None: groups ignore nodes.
 
     Examples:
       >>> import optax

@@ -1,4 +1,4 @@
-"""SSP: the fastest worker is at most so many steps ahead of the slowest."""
+"""SSP (stale synchronous parallel): the fastest worker is at most a fixed number of steps ahead of the slowest."""
 
 from collections.abc import Callable
 from functools import partial

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.compressors.indices import decode_positions, encode_positions, positions, positions_bytes
+from jaxdist.compressors.bitmaps import positions
+from jaxdist.compressors.positions import decode_positions, encode_positions, positions_bytes
 
 SIZES = [1, 2, 3, 10, 100, 4096, 65_536, 65_537, 10**6, 2**24, 2**30]
 DENSITIES = [1e-5, 0.001, 0.01, 0.0157, 0.05, 0.1, 0.25, 0.3, 0.5, 0.75, 1.0]

@@ -1,4 +1,4 @@
-"""Finding the k largest entries without a sort, and bitmaps of them."""
+"""Finding the k largest entries without a sort."""
 
 import math
 
@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxdist as jd
-from jaxdist._core.xla_quirks import sum_rows
-from jaxdist.compressors import indices
+from jaxdist.compressors import largest as search
 
 SIZE = 9001  # above `SMALL`, odd, no multiple of a word
 
@@ -48,7 +47,7 @@ def largest(row, count):
 def test_threshold_finds_the_largest_ties_to_the_lower_index(count):
     rows = data()
     # Each is a problem of its own under vmap: the loop goes on until all are done.
-    found = jax.jit(jax.vmap(lambda x: indices.largest_by_threshold(x, count)))(np.stack(list(rows.values())))
+    found = jax.jit(jax.vmap(lambda x: search.largest_by_threshold(x, count)))(np.stack(list(rows.values())))
     for (name, row), where in zip(rows.items(), found, strict=True):
         np.testing.assert_array_equal(where, largest(row, count), err_msg=name)
 
@@ -58,7 +57,7 @@ def test_threshold_finds_the_largest_ties_to_the_lower_index(count):
 def test_the_search_that_tpus_do_of_short_vectors_finds_the_same(size):
     rows = data(size + 701)
     cut = np.stack([row[:size] for row in rows.values()])
-    found = jax.jit(jax.vmap(lambda x: indices._largest_by_search(x, size // 2)))(cut)
+    found = jax.jit(jax.vmap(lambda x: search._largest_by_search(x, size // 2)))(cut)
     for name, row, where in zip(rows, cut, found, strict=True):
         np.testing.assert_array_equal(where, largest(row, size // 2), err_msg=name)
 
@@ -91,13 +90,13 @@ def unlike_rows(rows, width, seed=1):
 def test_rows_are_searched_side_by_side(rows, width, count):
     x = unlike_rows(rows, width)
     expected = np.concatenate([largest(row, count) + i * width for i, row in enumerate(x)])
-    np.testing.assert_array_equal(jax.jit(lambda x: indices.largest_by_threshold(x, count))(x), expected)
+    np.testing.assert_array_equal(jax.jit(lambda x: search.largest_by_threshold(x, count))(x), expected)
 
 
 def test_rows_are_sorted_side_by_side():
     x = np.random.default_rng(1).integers(-20, 20, (120, 96)).astype(np.float32)
     expected = np.concatenate([largest(row, 9) + i * 96 for i, row in enumerate(x)])
-    np.testing.assert_array_equal(jax.jit(lambda x: indices.largest_by_sorting(x, 9))(x), expected)
+    np.testing.assert_array_equal(jax.jit(lambda x: search.largest_by_sorting(x, 9))(x), expected)
 
 
 def test_candidates_are_chosen_alike_on_all_backends():
@@ -111,17 +110,17 @@ def test_candidates_are_chosen_alike_on_all_backends():
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax.lax, "platform_dependent", choose)
-            np.testing.assert_array_equal(jax.jit(lambda x: indices.largest_by_threshold(x, 9))(x), expected)
+            np.testing.assert_array_equal(jax.jit(lambda x: search.largest_by_threshold(x, 9))(x), expected)
 
 
 @pytest.mark.parametrize("width", [4, 5])
 def test_rows_may_be_short(width):
     x = np.random.default_rng(0).integers(-9, 9, (2500, width)).astype(np.float32)
     expected = np.concatenate([largest(row, 1) + i * width for i, row in enumerate(x)])
-    np.testing.assert_array_equal(jax.jit(lambda x: indices.largest_by_threshold(x, 1))(x), expected)
+    np.testing.assert_array_equal(jax.jit(lambda x: search.largest_by_threshold(x, 1))(x), expected)
 
 
-@pytest.mark.parametrize("find", [indices.largest_by_threshold, indices.largest_by_sorting])
+@pytest.mark.parametrize("find", [search.largest_by_threshold, search.largest_by_sorting])
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
 def test_nothing_is_found_in_nothing(find, shape):
     assert find(jnp.zeros(shape), 0).shape == (0,)
@@ -133,7 +132,7 @@ def test_other_dtypes(dtype):
     with jax.enable_x64(True):
         x = jnp.asarray(data()["gaussian"], dtype)
         with jax.numpy_dtype_promotion("strict"):
-            found = jax.jit(lambda x: indices.largest_by_threshold(x, 90))(x)
+            found = jax.jit(lambda x: search.largest_by_threshold(x, 90))(x)
     np.testing.assert_array_equal(found, largest(np.asarray(x, np.float32), 90))
 
 
@@ -141,9 +140,9 @@ def test_other_dtypes(dtype):
 def test_any_data_end_the_search(most, gaussian):
     """Newton's method gains nothing on data whose density jumps; halving every second time does."""
     rows = data()
-    found = jax.jit(jax.vmap(lambda x: indices._search(x, 90, most).passes))(np.stack(list(rows.values())))
+    found = jax.jit(jax.vmap(lambda x: search._search(x, 90, most).passes))(np.stack(list(rows.values())))
     found = dict(zip(rows, found.tolist()))
-    assert max(found.values()) <= indices.FREE_PASSES + 2 * 32
+    assert max(found.values()) <= search.FREE_PASSES + 2 * 32
     assert found["gaussian"] <= gaussian
     assert found["zeros"] == 1
     assert found["equal"] == 2
@@ -159,7 +158,7 @@ def test_rows_unlike_the_others_do_not_prolong_the_search(case):
         x[-1, 50:], x[-2], x[-3, 100:] = 0.0, 0.0, 0.0
     if case == "not finite":
         x[-1], x[-2, 5] = np.nan, np.inf
-    passes = jax.jit(lambda x: indices._search(x, 64, 128).passes)(x.astype(np.float32))
+    passes = jax.jit(lambda x: search._search(x, 64, 128).passes)(x.astype(np.float32))
     assert passes <= {"alike": 2, "scales": 4, "few nonzeros": 4, "not finite": 4}[case]
 
 
@@ -170,14 +169,14 @@ def test_the_loop_keeps_no_copy_of_the_array(shape, count, most):
     Candidates are a thirty-second of the rows, with their positions and flags: 0.51 MiB in all with jax 0.12.
     """
     x = jax.ShapeDtypeStruct((2, *shape), jnp.float32)
-    find = jax.vmap(lambda x: indices.largest_by_threshold(x, count))
+    find = jax.vmap(lambda x: search.largest_by_threshold(x, count))
     assert jax.jit(find).lower(x).compile().memory_analysis().temp_size_in_bytes < most
 
 
 @pytest.mark.parametrize(("shape", "count"), [((SIZE,), 90), ((120, 100), 9), ((480, 100), 9)])
 def test_types_under_shard_map(mesh, shape, count):
     def worker(x):
-        return indices.largest_by_threshold(x.reshape(shape), count)
+        return search.largest_by_threshold(x.reshape(shape), count)
 
     size = math.prod(shape)
     mapped = jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -196,43 +195,3 @@ def test_the_code_under_distribute_is_the_code_alone(mesh):
     for row, out in zip(x, np.asarray(found)):
         np.testing.assert_array_equal(np.flatnonzero(out), largest(row, 90))
         np.testing.assert_array_equal(out[out != 0], row[out != 0])
-
-
-# Bitmaps
-
-
-def random_bitmap(words, part, seed=0):
-    flags = np.random.default_rng(seed).random((1, 32 * words)) < part
-    return flags[0], indices.to_bitmap(jnp.asarray(flags))[0]
-
-
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("words", [1, 5, 1100])
-@pytest.mark.parametrize("part", [0.02, 0.9])
-def test_bitmaps(words, part):
-    flags, bitmap = random_bitmap(words, part)
-    flags[-1] = True
-    bitmap = bitmap.at[-1].set(bitmap[-1] | jnp.uint32(2**31))
-    where = np.flatnonzero(flags)
-    np.testing.assert_array_equal(bitmap, np.packbits(flags, bitorder="little").view(np.uint32))
-    np.testing.assert_array_equal(bitmap, indices._to_words(jnp.asarray(flags)))
-    np.testing.assert_array_equal(jax.jit(lambda b: indices.positions(b, where.size))(bitmap), where)
-    counts = indices.ones(bitmap)
-    np.testing.assert_array_equal(indices.running_sum(counts, most=32 * words), np.cumsum(counts))
-    assert sum_rows(counts[None].astype(jnp.float32)).tolist() == [[where.size]]
-    np.testing.assert_array_equal(indices.from_positions(jnp.asarray(where), flags.size), flags)
-    first = jax.jit(jax.vmap(indices.first_ones, in_axes=(None, 0)))
-    limits = np.array([0, 1, 2, where.size // 2, where.size - 1, where.size, where.size + 7])
-    for limit, limited in zip(limits, first(bitmap, limits)):
-        expected = flags & (np.cumsum(flags) <= limit)
-        np.testing.assert_array_equal(limited, np.packbits(expected, bitorder="little").view(np.uint32))
-
-
-def test_nth_one():
-    words = np.random.default_rng(0).integers(0, 2**32, 200, dtype=np.uint32)
-    words[:2] = 2**32 - 1, 2**31
-    ranks = np.arange(32)
-    found = np.asarray(jax.jit(indices.nth_one)(np.repeat(words, 32), np.tile(ranks, 200))).reshape(200, 32)
-    for word, row in zip(words, found):
-        where = np.flatnonzero(np.unpackbits(np.array([word]).view(np.uint8), bitorder="little"))
-        np.testing.assert_array_equal(row[: where.size], where)

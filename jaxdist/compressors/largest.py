@@ -1,8 +1,4 @@
-"""Positions of a sparse payload: the search for the largest magnitudes, and a code of nearly the fewest bits.
-
-`encode_positions` and `decode_positions` are the code (Elias-Fano). The functions on bitmaps of u32 words select and
-find the ones. The k entries of largest magnitude are found by a search for a threshold, or by `lax.top_k`.
-"""
+"""The entries of largest magnitude of a vector, or of each row: a search for a threshold, or `lax.top_k`."""
 
 import math
 from functools import partial
@@ -10,17 +6,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from .._core.types import Array, Float, Int, Shaped, UInt
-from .._core.xla_quirks import running_sum, sum_counts
-from .packing import bytes_of_codes, pack, pack_on_host, unpack, unpack_on_host
+from .._core.types import Array, Float, Int, UInt
+from .._core.xla_quirks import sum_counts
+from .bitmaps import WORD, first_ones, full, ones, positions, to_bitmap
 from .random import mix
 
-# Bits of a word of a bitmap, and words or numbers that are summed in one product or search.
-WORD = 32
-ROW = 32
 # Up to this many entries `lax.top_k` is as fast, and compiles faster.
 SMALL = 2**13
 LARGEST_SAMPLE = 2**16
@@ -33,177 +25,6 @@ FREE_PASSES = 8
 # Bits of the smallest normal number and of infinity. Magnitudes below the first count as zero, as on backends that
 # flush small numbers.
 NORMAL, INFINITY = 0x00800000, 0x7F800000
-
-
-def encode_positions(where: Int[Array, " count"], size: int) -> UInt[Array, " words"]:
-    """Encodes ascending, different positions in `range(size)` exactly, in a number of bytes known beforehand.
-
-    Elias-Fano: of `q_s = p_s - s`, which does not decrease, the lowest `b` bits of each are packed, and the rest
-    `h_s = q_s >> b` is a bitmap with ones at `h_s + s`. Together `k b + k + ((d - k) >> b)` bits for k of d positions,
-    for the best b: up to a density of one half at most `2 - log2(e)` = 0.56 bits an entry more than the entropy of k
-    arbitrary positions (and two bytes of rounding). Where that takes no fewer bytes (few entries), plain u16 (up to
-    65,536 positions) or u32. d is below 2**31.
-
-    References:
-      P. Elias, "Efficient storage and retrieval by content and address of static files", 1974.
-    """
-    count = where.shape[0]
-    bits = _low_bits(count, size)
-    if bits is None:
-        return where.astype(jnp.uint16 if size <= 2**16 else jnp.uint32)
-    # q_s, whose high parts h_s are ones at h_s + s.
-    rest = where - lax.iota(jnp.int32, count)
-    ones_at = (rest >> bits) + lax.iota(jnp.int32, count)
-    high = pack(from_positions(ones_at, _high_size(count, size, bits)).astype(jnp.uint8), 1)
-    low = (rest & (2**bits - 1)).astype(jnp.uint32)
-    return high if bits == 0 else jnp.concatenate([pack(low, bits), high])
-
-
-def decode_positions(words: UInt[Array, " words"], count: int, size: int) -> Int[Array, " count"]:
-    """Decodes the `count` positions in `range(size)`; the inverse of `encode_positions`."""
-    bits = _low_bits(count, size)
-    if bits is None:
-        return words.astype(jnp.int32)
-    # The low parts come first; the bitmap of the high ones follows.
-    cut, length = bytes_of_codes(count, bits), _high_size(count, size, bits)
-    places = positions(to_bitmap(jnp.pad(unpack(words[cut:], 1, length), (0, -length % WORD))), count)
-    if bits == 0:
-        return places
-    index = lax.iota(jnp.int32, count)
-    # p_s = (h_s << b | low) + s, with h_s + s among the places.
-    return (((places - index) << bits) | unpack(words[:cut], bits, count).astype(jnp.int32)) + index
-
-
-def encode_host_positions(where: np.ndarray, size: int) -> np.ndarray:
-    """The words of `encode_positions`, of positions in host memory."""
-    count = len(where)
-    bits = _low_bits(count, size)
-    if bits is None:
-        return where.astype(np.uint16 if size <= 2**16 else np.uint32)
-    index = np.arange(count)
-    rest = where - index
-    bitmap = np.zeros(_high_size(count, size, bits), np.uint8)
-    bitmap[(rest >> bits) + index] = 1
-    high = pack_on_host(bitmap, 1)
-    return np.append(pack_on_host(rest & (2**bits - 1), bits), high) if bits else high
-
-
-def decode_host_positions(words: np.ndarray, count: int, size: int) -> np.ndarray:
-    """The positions of `decode_positions`, as int64, of words in host memory."""
-    bits = _low_bits(count, size)
-    if bits is None:
-        return words.astype(np.int64)
-    cut = bytes_of_codes(count, bits)
-    places = np.flatnonzero(unpack_on_host(words[cut:], 1, _high_size(count, size, bits)))
-    if bits == 0:
-        return places
-    index = np.arange(count)
-    return (((places - index) << bits) | unpack_on_host(words[:cut], bits, count)) + index
-
-
-def positions_bytes(count: int, size: int) -> int:
-    """The number of bytes of `encode_positions` for `count` positions in `range(size)`."""
-    bits = _low_bits(count, size)
-    return _plain_bytes(count, size) if bits is None else _elias_fano_bytes(count, size, bits)
-
-
-def _low_bits(count: int, size: int) -> int | None:
-    """The number of packed bits of each position; `None` where plain words take no more bytes."""
-    best = min(range(32), key=lambda bits: _elias_fano_bytes(count, size, bits))
-    return best if _elias_fano_bytes(count, size, best) < _plain_bytes(count, size) else None
-
-
-def _high_size(count: int, size: int, bits: int) -> int:
-    return count + ((size - count) >> bits)
-
-
-def _elias_fano_bytes(count: int, size: int, bits: int) -> int:
-    return bytes_of_codes(count, bits) + bytes_of_codes(_high_size(count, size, bits), 1)
-
-
-def _plain_bytes(count: int, size: int) -> int:
-    return count * (2 if size <= 2**16 else 4)
-
-
-def to_bitmap(flags: Shaped[Array, "*rows width"]) -> UInt[Array, "*rows words"]:
-    """Booleans as u32 words, the first in the lowest bit; the width is a multiple of 32."""
-    return lax.platform_dependent(flags, tpu=_to_words, default=_to_words_by_bytes)
-
-
-def _to_words(flags: Shaped[Array, "*rows width"]) -> UInt[Array, "*rows words"]:
-    """In the numbers of a TPU, whose program of bytes is several times as long."""
-    *rows, width = flags.shape
-    groups = flags.reshape(*rows, width // WORD, WORD).astype(jnp.uint32)
-    return jnp.sum(groups << lax.broadcasted_iota(jnp.uint32, groups.shape, groups.ndim - 1), axis=-1, dtype=jnp.uint32)
-
-
-def _to_words_by_bytes(flags: Shaped[Array, "*rows width"]) -> UInt[Array, "*rows words"]:
-    """Eight to a byte first, since this is the only form that XLA:CPU vectorizes, at the speed of memory."""
-    *rows, width = flags.shape
-    groups = flags.reshape(*rows, width // 8, 8).astype(jnp.uint8)
-    shifts = lax.broadcasted_iota(jnp.uint8, groups.shape, groups.ndim - 1)
-    packed = jnp.sum(groups << shifts, axis=-1, dtype=jnp.uint8)
-    return lax.bitcast_convert_type(packed.reshape(*rows, width // WORD, 4), jnp.uint32)
-
-
-def full(size: int) -> UInt[Array, " words"]:
-    """The bitmap with all ones of `range(size)`."""
-    left = jnp.clip(size - WORD * lax.iota(jnp.int32, -(-size // WORD)), 0, WORD)
-    return jnp.where(left == WORD, jnp.uint32(2**WORD - 1), (jnp.uint32(1) << left.astype(jnp.uint32)) - 1)
-
-
-def ones(words: UInt[Array, "..."]) -> Int[Array, "..."]:
-    """The number of ones in each word."""
-    return lax.population_count(words).astype(jnp.int32)
-
-
-def first_ones(words: UInt[Array, " words"], count: Int[Array, ""]) -> UInt[Array, " words"]:
-    """Keeps only the first `count` ones of a bitmap."""
-    # First the row, then the word, then the bit in which the last of them is.
-    padded = jnp.pad(words, (0, -words.shape[0] % ROW)).reshape(-1, ROW)
-    totals = jnp.sum(ones(padded), axis=1, dtype=jnp.int32)
-    ends = jnp.cumsum(totals)
-    row = jnp.minimum(jnp.sum(ends <= count, dtype=jnp.int32), ends.shape[0] - 1)
-    counts = ones(padded[row])
-    ends_within = jnp.cumsum(counts) + ends[row] - totals[row]
-    column = jnp.minimum(jnp.sum(ends_within <= count, dtype=jnp.int32), ROW - 1)
-    last = padded[row, column]
-    rank = count - (ends_within[column] - counts[column])
-    part = last & ((jnp.uint32(1) << nth_one(last, rank).astype(jnp.uint32)) - 1)
-    cut, index = row * ROW + column, lax.iota(jnp.int32, words.shape[0])
-    limited = jnp.where(index < cut, words, jnp.where(index == cut, part, jnp.uint32(0)))
-    return jnp.where(count >= ends[-1], words, limited)
-
-
-def nth_one(words: UInt[Array, "..."], rank: Int[Array, "..."]) -> Int[Array, "..."]:
-    """The bit of the one number `rank`, from 0, in each word; any bit where a word has fewer ones."""
-    # Binary search by the number of ones in the lower half.
-    place = jnp.zeros_like(rank)
-    for width in (16, 8, 4, 2, 1):
-        lower = ones(words & jnp.uint32((1 << width) - 1))
-        above = rank >= lower
-        rank = jnp.where(above, rank - lower, rank)
-        words = jnp.where(above, words >> width, words)
-        place = jnp.where(above, place + width, place)
-    return place
-
-
-def positions(words: UInt[Array, " words"], count: int) -> Int[Array, " count"]:
-    """The ascending positions of the first `count` ones of a bitmap; any of its positions after the last one."""
-    counts = ones(words)
-    # Each result finds its word by a running sum over the results at which words start, and its bit by counting.
-    starts = running_sum(counts, most=WORD * words.shape[0]) - counts
-    starting = jnp.zeros(count + 1, jnp.int32).at[jnp.minimum(starts, count)].add(1, mode="promise_in_bounds")
-    # The words before the first one may be too many for the product of `running_sum`, of 2^29 bits or more.
-    total = jnp.cumsum(starting) if words.shape[0] >= 2**24 else running_sum(starting, most=words.shape[0])
-    word = total[:count] - 1
-    rank = lax.iota(jnp.int32, count) - starts.at[word].get(mode="promise_in_bounds")
-    return word * WORD + nth_one(words.at[word].get(mode="promise_in_bounds"), rank)
-
-
-def from_positions(where: Int[Array, " count"], size: int) -> Shaped[Array, " size"]:
-    """Booleans that are true at the given, different positions."""
-    return jnp.zeros(size, jnp.bool_).at[where].set(True, mode="promise_in_bounds", unique_indices=True)
 
 
 class _Bracket(NamedTuple):
