@@ -20,7 +20,8 @@ MESSAGES = {
     "qsgd": (lambda: jd.compressed(jd.qsgd(4)), [GATHER]),
     "two_shot": (lambda: jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())), [GATHER, EXCHANGE]),
     "majority_vote": (jd.reducers.majority_vote, [GATHER, EXCHANGE]),
-    "integer_sum": (jd.reducers.integer_sum, [("all-reduce", "int8"), REDUCE]),
+    # The largest magnitude travels as its bits, in whose maximum NaN wins.
+    "integer_sum": (jd.reducers.integer_sum, [("all-reduce", "int8"), ("all-reduce", "int32")]),
     "power_sgd": (lambda: jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0)), [REDUCE, REDUCE]),
     "per_leaf": (
         lambda: jd.reducers.per_leaf(
