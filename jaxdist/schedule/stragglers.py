@@ -3,6 +3,8 @@
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
+from .._core.checks import check_range
+
 
 def count_processed(
     seconds: Shaped[np.ndarray, "*workers most"], window: float | int, *, last: str = "drop"
@@ -26,8 +28,7 @@ def count_processed(
     References:
       Ferdinand et al., "Anytime Minibatch: Exploiting Stragglers in Online Distributed Optimization", arXiv:2006.05752.
     """
-    if not window >= 0:
-        raise ValueError(f"window must not be negative, got {window}")
+    check_range("window", window, 0, ends="[]")
     if last not in ("drop", "finish"):
         raise ValueError(f'last must be "drop" or "finish", got {last!r}')
     each = np.asarray(seconds, np.float64)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._core.checks import check_range
 from .profile import Profile, not_negative, positive, profile_lists
 from .timeline import MOST_MESSAGES
 
@@ -75,8 +76,7 @@ def tune(
       Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011. (ByteScheduler uses Gaussian
       processes.)
     """
-    if evaluations < 1:
-        raise ValueError(f"evaluations must be at least 1, got {evaluations}")
+    check_range("evaluations", evaluations, 1, ends="[]")
     for name, choices in space.items():
         _check_choices(name, choices)
     first_trials = [_clip_to_space(space, settings) for settings in start]

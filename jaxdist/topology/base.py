@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from .._core.checks import check_range
+
 TOLERANCE = 1e-6
 
 Edge = tuple[int, int]
@@ -101,8 +103,7 @@ def check_workers(workers: int, smallest: int = 1) -> None:
 
 def check_rounds(rounds: int) -> None:
     """Checks that at least one round is drawn."""
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    check_range("rounds", rounds, 1, ends="[]")
 
 
 def permutation_round(workers: int, moves: Sequence[Sequence[int]]) -> Round:
