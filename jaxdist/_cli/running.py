@@ -1,6 +1,7 @@
 """What the commands share: devices, the loop over a run with its log, titles and folders."""
 
 import contextlib
+import math
 import os
 import signal
 import webbrowser
@@ -68,8 +69,7 @@ class Options:
 def check_positive(option: str, value: float) -> None:
     """Raises ValueError if the value of an option is not positive and finite."""
     check_range(option, value, 0, ends="(]")
-    if value == float("inf"):
-        raise ValueError(f"{option} must be finite, got {value}")
+    check_range(option, value, -math.inf)
 
 
 def check_seed(seed: int) -> None:

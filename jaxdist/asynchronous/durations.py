@@ -222,8 +222,8 @@ def recorded(seconds: Sequence[Sequence[Number]], *, mode: Literal["cycle", "sto
     return Durations("recorded", draw, len(rows))
 
 
-def from_file(path: Path, *, mode: Literal["cycle", "stop"] = "cycle") -> Durations:
-    """Reads `recorded` durations from a JSON file: a list of seconds per worker.
+def from_file(path: Path) -> Durations:
+    """Reads durations from a JSON file, a list of seconds per worker, which are `recorded` and repeated.
 
     Examples:
       >>> import pathlib, tempfile
@@ -240,7 +240,7 @@ def from_file(path: Path, *, mode: Literal["cycle", "stop"] = "cycle") -> Durati
         # JSON has numbers that are too large for a float.
         if not all(isinstance(value, float | int) and abs(value) < math.inf for value in row):
             raise ValueError(f"{path} must contain a list of lists of finite seconds, got {row}")
-    return recorded(rows, mode=mode)
+    return recorded(rows)
 
 
 # Laws that change another one: workers that are slower than others, always or at times, and failures.

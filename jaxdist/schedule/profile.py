@@ -95,10 +95,9 @@ def positive(**values: float | int | None) -> None:
 
 def limits(**values: float | int | None) -> None:
     """Checks that all values are None, for no limit, or positive and finite."""
-    positive(**values)
     for name, value in values.items():
-        if value == math.inf:
-            raise ValueError(f"{name} must be finite, got {value}: None means no limit")
+        if value is not None:
+            check_range(name, value, 0, ends="()", hint="None means no limit")
 
 
 def not_negative(**values: float | int) -> None:

@@ -224,7 +224,6 @@ def ring_seconds(workers: int, nbytes: Number, *, latency: Number, bandwidth: Nu
 
 
 def _check(nbytes: Number, latency: Number, bandwidth: Number) -> None:
-    if not (nbytes >= 0 and latency >= 0 and bandwidth > 0):
-        raise ValueError(
-            f"nbytes and latency must be at least 0 and bandwidth positive, got {nbytes}, {latency} and {bandwidth}"
-        )
+    check_range("nbytes", nbytes, 0, ends="[]")
+    check_range("latency", latency, 0, ends="[]")
+    check_range("bandwidth", bandwidth, 0, ends="(]")

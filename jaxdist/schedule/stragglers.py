@@ -50,8 +50,9 @@ def anytime_window(seconds: float | int, *, workers: int, batch: int) -> float:
       >>> anytime_window(2.5, workers=10, batch=1000)
       2.525
     """
-    if not (seconds > 0 and workers > 0 and batch > 0):
-        raise ValueError(f"all must be positive, got seconds={seconds}, workers={workers}, batch={batch}")
+    check_range("seconds", seconds, 0, ends="(]")
+    check_range("workers", workers, 0, ends="(]")
+    check_range("batch", batch, 0, ends="(]")
     return float((1 + workers / batch) * seconds)
 
 

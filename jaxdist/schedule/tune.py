@@ -156,10 +156,9 @@ def step_seconds(
       >>> step_seconds(lambda: None, steps=3, trim=0.34, clock=lambda: next(times))
       1.0
     """
-    if steps < 1 or warmup < 0 or not 0 <= trim < 0.5:
-        raise ValueError(
-            f"steps must be at least 1, warmup not negative and trim in [0, 0.5), got {steps}, {warmup}, {trim}"
-        )
+    check_range("steps", steps, 1, ends="[]")
+    check_range("warmup", warmup, 0, ends="[]")
+    check_range("trim", trim, 0, 0.5)
     times = []
     for _ in range(warmup + steps):
         begin = clock()

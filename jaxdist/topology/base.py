@@ -97,8 +97,7 @@ def cycle_rounds(name: str, workers: int, rounds: Sequence[Round]) -> Topology:
 
 def check_workers(workers: int, smallest: int = 1) -> None:
     """Checks that there are enough workers."""
-    if workers < smallest:
-        raise ValueError(f"workers must be at least {smallest}, got {workers}")
+    check_range("workers", workers, smallest, ends="[]")
 
 
 def check_rounds(rounds: int) -> None:
