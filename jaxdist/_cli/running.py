@@ -1,6 +1,7 @@
 """What the commands share: devices, the loop over a run with its log, titles and folders."""
 
 import contextlib
+import math
 import os
 import signal
 import webbrowser
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from .._core.checks import check_range
 from ..processes.initialize import preemption_requested
 from ..runtime.mesh import make_mesh, use_cpu_devices
 from . import results
@@ -66,10 +68,8 @@ class Options:
 
 def check_positive(option: str, value: float) -> None:
     """Raises ValueError if the value of an option is not positive and finite."""
-    if not value > 0:
-        raise ValueError(f"{option} must be positive, got {value}")
-    if value == float("inf"):
-        raise ValueError(f"{option} must be finite, got {value}")
+    check_range(option, value, 0, ends="(]")
+    check_range(option, value, -math.inf)
 
 
 def check_seed(seed: int) -> None:
@@ -83,8 +83,8 @@ def set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.
     devices = devices or options.devices
     for name in ("steps", "batch", "devices"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+        if value is not None:
+            check_range(f"--{name}", value, 1, ends="[]")
     # `compare` counts its seeds from the first.
     for seed in (options.seed, options.seed + max(1, getattr(options, "seeds", 1)) - 1):
         check_seed(seed)

@@ -3,15 +3,43 @@
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 NO_PARAMS = "this optimizer needs the parameters: tx.update(gradients, state, params)"
 
 
-def check_range(name: str, value: float | int, low: float | int, high: float | int = math.inf) -> None:
-    """Raises unless `low <= value < high`."""
-    if not low <= value < high:
-        raise ValueError(f"{name} must be in [{low}, {high}), got {value}")
+def check_range(
+    name: str,
+    value: float | int,
+    low: float | int,
+    high: float | int = math.inf,
+    *,
+    ends: Literal["[)", "[]", "()", "(]"] = "[)",
+    hint: str = "",
+) -> None:
+    """Raises unless the value is in the interval from `low` to `high`, whose `ends` are closed or open.
+
+    Without a `high` a closed end admits infinity. `hint` is what to do instead.
+
+    Examples:
+      >>> check_range("density", 0, 0, 1, ends="(]")
+      Traceback (most recent call last):
+      ValueError: density must be in (0, 1], got 0
+      >>> check_range("radius", -1.0, 0, ends="(]", hint="None has no radius")
+      Traceback (most recent call last):
+      ValueError: radius must be positive, got -1.0; None has no radius
+    """
+    above = low <= value if ends[0] == "[" else low < value
+    below = value <= high if ends[1] == "]" else value < high
+    # NaN is neither.
+    if not (above and below):
+        wanted = f"in {ends[0]}{low}, {high}{ends[1]}"
+        if high == math.inf:
+            wanted = f"at least {low}" if ends[0] == "[" else "positive" if low == 0 else f"above {low}"
+            wanted += " and finite" * (ends[1] == ")")
+        if low == -math.inf:
+            wanted = "finite"
+        raise ValueError(f"{name} must be {wanted}, got {value}{'; ' * bool(hint)}{hint}")
 
 
 def check_count(name: str, value: float | int, least: int) -> None:

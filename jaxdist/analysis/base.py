@@ -197,7 +197,11 @@ class Widened(NamedTuple):
     compiled_dtypes: tuple[str, ...]
 
 
-def upcast_collectives(logical: Collectives, compiled: Collectives, *, tolerance: float = 0.01) -> tuple[Widened, ...]:
+# The relative increase that is not reported: padding.
+_PADDING = 0.01
+
+
+def upcast_collectives(logical: Collectives, compiled: Collectives) -> tuple[Widened, ...]:
     """Returns the collectives of which the compiled program sends more bytes than the function asks for.
 
     The usual causes: bfloat16, float8 and 4-bit integers are sent as wider types on CPU (send u8 or u16 words instead),
@@ -206,7 +210,6 @@ def upcast_collectives(logical: Collectives, compiled: Collectives, *, tolerance
     Args:
       logical: from `logical_collectives`.
       compiled: from `collectives`, with the same `branch`.
-      tolerance: the relative increase to ignore. 0 reports padding too; 0.01 reports only what matters.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -220,7 +223,7 @@ def upcast_collectives(logical: Collectives, compiled: Collectives, *, tolerance
     return tuple(
         Widened(kind, _wire(asked[kind]), _wire(ops), _dtypes(asked[kind]), _dtypes(ops))
         for kind, ops in sorted(sent.items())
-        if _wire(ops) > _wire(asked[kind]) * (1 + tolerance)
+        if _wire(ops) > _wire(asked[kind]) * (1 + _PADDING)
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from .._core.checks import check_range
 from .._core.compat import shard_map
 from .._core.types import Array, AxisNames, Like, PyTree
 from ..comm.base import Comm, alone
@@ -50,8 +51,7 @@ def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] =
     workers = state_workers(mesh, axis)
     if workers < 2:
         raise ValueError(f"axis {axis!r} has a single worker: there is no link to measure; give a cost.Link instead")
-    if turns < 1:
-        raise ValueError(f"turns must be at least 1, got {turns}")
+    check_range("turns", turns, 1, ends="[]")
     if len(set(sizes)) < 2:
         raise ValueError(f"sizes must contain two different sizes, to tell latency from bandwidth, got {tuple(sizes)}")
     specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "axis_names": set(axis_tuple(axis))}
@@ -120,8 +120,7 @@ def codec_seconds(reducer: Reducer, like: PyTree[Like], *, workers: int, turns: 
       True
     """
     for name, value in (("workers", workers), ("turns", turns)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        check_range(name, value, 1, ends="[]")
     runs = [
         _make_run(reducer, like, partial(_simulate_comm, workers), _state_of_one_worker(reducer, like, workers)),
         _make_run(exact(), like, lambda zero: alone(), ()),

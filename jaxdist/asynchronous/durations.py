@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from .._core.checks import check_range
 from .._core.types import Number
 
 # Durations are drawn in blocks, each from its own generator, so that a job's duration does not depend on where the
@@ -68,8 +69,7 @@ def outages(durations: Durations, seed: int, worker: int) -> Iterator[tuple[floa
 
 def _check_positive(**values: Number) -> None:
     for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
+        check_range(name, value, 0, ends="()")
 
 
 # Laws in which all gradients of a worker have the same distribution.
@@ -126,8 +126,7 @@ def shifted_exponential(shift: Number, mean: Number) -> Durations:
       Lee et al., "Speeding up distributed machine learning using codes", arXiv:1512.02673, 2018.
     """
     _check_positive(mean=mean)
-    if not shift >= 0:
-        raise ValueError(f"shift must be at least 0, got {shift}")
+    check_range("shift", shift, 0, ends="[]")
     return _law("shifted_exponential", lambda rng, count: shift + mean * rng.exponential(size=count))
 
 
@@ -223,8 +222,8 @@ def recorded(seconds: Sequence[Sequence[Number]], *, mode: Literal["cycle", "sto
     return Durations("recorded", draw, len(rows))
 
 
-def from_file(path: Path, *, mode: Literal["cycle", "stop"] = "cycle") -> Durations:
-    """Reads `recorded` durations from a JSON file: a list of seconds per worker.
+def from_file(path: Path) -> Durations:
+    """Reads durations from a JSON file, a list of seconds per worker, which are `recorded` and repeated.
 
     Examples:
       >>> import pathlib, tempfile
@@ -241,7 +240,7 @@ def from_file(path: Path, *, mode: Literal["cycle", "stop"] = "cycle") -> Durati
         # JSON has numbers that are too large for a float.
         if not all(isinstance(value, float | int) and abs(value) < math.inf for value in row):
             raise ValueError(f"{path} must contain a list of lists of finite seconds, got {row}")
-    return recorded(rows, mode=mode)
+    return recorded(rows)
 
 
 # Laws that change another one: workers that are slower than others, always or at times, and failures.
@@ -283,8 +282,7 @@ def random_slow(base: Durations, *, factor: Number, probability: Number) -> Dura
       Luo, Lin, Zhuo, Qian, "Hop: heterogeneity-aware decentralized training", arXiv:1902.01064, 2019.
     """
     _check_positive(factor=factor)
-    if not 0 <= probability <= 1:
-        raise ValueError(f"probability must be in [0, 1], got {probability}")
+    check_range("probability", probability, 0, 1, ends="[]")
 
     def draw(rng, worker, first, count, state):
         drawn, state = base.draw(rng, worker, first, count, state)
@@ -315,8 +313,7 @@ def markov(base: Durations, *, factor: Number, slow_down: Number, speed_up: Numb
     """
     _check_positive(factor=factor)
     for name, value in (("slow_down", slow_down), ("speed_up", speed_up)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {value}")
+        check_range(name, value, 0, 1, ends="[]")
     if not slow_down + speed_up:
         raise ValueError("slow_down and speed_up are both 0, so no worker would ever change: make one positive")
 

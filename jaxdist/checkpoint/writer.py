@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import jax
 from jax.sharding import NamedSharding
 
+from .._core.checks import check_range
 from .._core.trees import is_key
 from .._core.types import Array, State
 from ..state.marks import check_usable
@@ -180,8 +181,7 @@ def _begin(
 
     with together, _translate_errors(root, step):
         ocp = orbax()
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step}")
+        check_range("step", step, 0, ends="[]")
         check_usable(state)
         named = _manifest.name_leaves(state)
         manifest = _manifest.dump(named, step, data)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool
 
+from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.dtypes import saturate, working_dtype
 from .._core.types import Array, Float, Int, PRNGKeyArray, Shape, UInt
@@ -75,8 +76,8 @@ def gspar(
         raise ValueError(f"give either density or variance, got density={density} and variance={variance}")
     share = 1.0 if density is None else density
     check_density(share)
-    if variance is not None and not 0 < variance < math.inf:
-        raise ValueError(f"variance must be finite and above 0, got {variance}; identity() has none")
+    if variance is not None:
+        check_range("variance", variance, 0, ends="()", hint="identity() has none")
 
     def capacity(size: int) -> int:
         return num_kept(share, size) if variance is None else math.ceil(size / (1 + variance))
@@ -206,8 +207,7 @@ def closed_form_probabilities(x: Float[Array, " size"], variance: float | int) -
       >>> [round(x, 3) for x in p.tolist()]
       [1.0, 1.0, 0.75, 0.375, 0.0]
     """
-    if not variance > 0:
-        raise ValueError(f"variance must be above 0, got {variance}; with 0 all entries that are not zero are kept")
+    check_range("variance", variance, 0, ends="(]", hint="with 0 all entries that are not zero are kept")
     magnitudes = relative_magnitudes(x)
     # Each entry that is not certain loses a / λ - a² on average, and ε |x|² is allowed.
     allowed = variance * sum_vector(magnitudes * magnitudes)

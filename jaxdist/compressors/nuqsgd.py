@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.types import Array, Float
 from .codecs import LevelCode
@@ -55,8 +56,7 @@ def nuqsgd(
       A. Ramezani-Kebrya et al., "NUQSGD: provably communication-efficient data-parallel SGD via nonuniform
       quantization", arXiv:1908.06077, 2019.
     """
-    if not 0 < base < 1:
-        raise ValueError(f"base must be in (0, 1), got {base}")
+    check_range("base", base, 0, 1, ends="()")
     if bits not in (2, 3, 4, 8):
         raise ValueError(f"bits must be 2, 3, 4 or 8, got {bits}")
     levels = powers(2 ** (bits - 1), base, lowest=0.0) if zero_level else powers(2**bits, base)

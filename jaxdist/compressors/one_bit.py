@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.types import Array
 from .compressor import Compressor
@@ -37,8 +38,8 @@ def one_bit(*, contraction: float | int | None = None) -> Compressor:
       H. Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
       arXiv:2102.02888, 2021.
     """
-    if contraction is not None and not 0 < contraction <= 1:
-        raise ValueError(f"contraction must be in (0, 1], got {contraction}; None for arrays of any kind")
+    if contraction is not None:
+        check_range("contraction", contraction, 0, 1, ends="(]", hint="None for arrays of any kind")
 
     def root_mean_square(scaled: UnitRows, counts: Array) -> Array:
         return norms_of(scaled, "l2") / jnp.sqrt(counts)

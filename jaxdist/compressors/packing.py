@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import DTypeLike
 
+from .._core.checks import check_range
 from .._core.types import Array, Float, Shaped, UInt
 from .._core.xla_quirks import run_apart
 
@@ -162,8 +163,7 @@ def from_words(words: Shaped[Array, "..."], dtype: DTypeLike) -> Shaped[Array, "
 
 
 def _check_bits(bits: int) -> None:
-    if not 1 <= bits <= 32:
-        raise ValueError(f"bits must be in 1 to 32, got {bits}")
+    check_range("bits", bits, 1, 32, ends="[]")
 
 
 def _capacity(count: int, bits: int) -> int:

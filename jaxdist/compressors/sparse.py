@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from .._core.checks import check_range
 from .._core.types import Array, Float, Int, Like, Shape, UInt
 from .positions import decode_positions, encode_positions
 
@@ -56,8 +57,7 @@ def num_kept(density: float, size: int) -> int:
 
 def check_density(density: float) -> None:
     """Checks that the density is in (0, 1]."""
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be in (0, 1], got {density}")
+    check_range("density", density, 0, 1, ends="(]")
 
 
 def share_kept(density: float, shape: Shape) -> float:

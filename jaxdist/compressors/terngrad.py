@@ -4,7 +4,7 @@ import math
 
 import jax.numpy as jnp
 
-from .._core.checks import check_count
+from .._core.checks import check_count, check_range
 from .._core.descriptions import with_description
 from .._core.types import Array, Like, PRNGKeyArray, Shape
 from .compressor import Compressor, Factor
@@ -44,8 +44,8 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
       W. Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning",
       arXiv:1705.07878, 2017.
     """
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
+    if clip is not None:
+        check_range("clip", clip, 0, ends="(]")
     if bucket is not None:
         check_count("bucket", bucket, 1)
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 
+from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.trees import minus, plus
 from ..compressors.compressor import Compressor
@@ -54,8 +55,7 @@ def choco(compressor: Compressor, *, step_size: float | int) -> Method:
       Communication", arXiv:1902.00340, 2019. Koloskova, Lin, Stich, Jaggi, "Decentralized Deep Learning with Arbitrary
       Communication Compression", arXiv:1907.09356, 2020 (the order of the steps).
     """
-    if not 0 < step_size <= 1:
-        raise ValueError(f"step_size must be in (0, 1], got {step_size}")
+    check_range("step_size", step_size, 0, 1, ends="(]")
     step = partial(_choco_step, contraction_form(compressor, closest=True), step_size)
     return Method(partial(check_undirected, method="choco"), partial(init_copy, "public"), step, flattens=True)
 

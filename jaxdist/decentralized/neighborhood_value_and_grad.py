@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._core.checks import check_range
 from .._core.dtypes import widen
 from .._core.types import Array, AxisNames, PyTree, Updates
 from ..topology.base import Topology
@@ -55,10 +56,8 @@ def neighborhood_value_and_grad(
       Aketi, Kodge, Roy, "Neighborhood Gradient Clustering: An Efficient Decentralized Learning Method for Non-IID Data
       Distributions", arXiv:2209.14390, 2022. N-SADDLe: Choudhary, Aketi, Roy, arXiv:2405.13961, 2024.
     """
-    if not 0 <= data_share <= 1:
-        raise ValueError(f"data_share must be in [0, 1], got {data_share}")
-    if not radius >= 0:
-        raise ValueError(f"radius must be at least 0, got {radius}")
+    check_range("data_share", data_share, 0, 1, ends="[]")
+    check_range("radius", radius, 0, ends="[]")
     check_undirected(topology, "neighborhood_value_and_grad")
 
     def value_and_grad(params: PyTree, *data: Any) -> tuple[Any, Updates]:

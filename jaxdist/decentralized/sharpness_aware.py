@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._core.checks import check_range
 from .._core.dtypes import widen
 from .._core.trees import wide
 from .._core.types import PyTree, Updates
@@ -42,8 +43,7 @@ def sharpness_aware(
       2405.13961, 2024. Foret, Kleiner, Mobahi, Neyshabur, "Sharpness-Aware Minimization for Efficiently Improving
       Generalization", arXiv:2010.01412, 2021.
     """
-    if not radius > 0:
-        raise ValueError(f"radius must be positive, got {radius}")
+    check_range("radius", radius, 0, ends="(]")
 
     def value_and_grad_nearby(params: PyTree, *data: Any) -> tuple[Any, Updates]:
         value, gradient = value_and_grad(params, *data)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._core.checks import check_range
 from .._core.types import PyTree
 from ..local_sgd.state import LocalStepsState
 from ..state.marks import bind
@@ -176,8 +177,8 @@ class Island:
     # A meeting
 
     def _meet(self, state: PyTree, examples: float | int | None, *, leaving: bool) -> tuple[PyTree, Report]:
-        if examples is not None and not 0 <= examples < float("inf"):
-            raise ValueError(f"examples must be finite and at least 0, got {examples}: it weights this island's drift")
+        if examples is not None:
+            check_range("examples", examples, 0, hint="it weights this island's drift")
         store, started = self._store, self._store.now()
         store.sent = store.received = 0
         store.deadline = started + self._options.round_timeout

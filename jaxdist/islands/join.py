@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import jax
 import optax
 
+from .._core.checks import check_range
 from ..local_sgd.local_steps import method_of
 from .base import JoinOptions
 from .island import Island
@@ -115,8 +116,6 @@ def _check(options: JoinOptions) -> None:
             f"the name of an island is 1 to 64 letters, digits, '_', '-' and '.', not '.' first, got {options.name!r}"
         )
     for name in ("begin_with", "quorum", "keep_every"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
+        check_range(name, getattr(options, name), 1, ends="[]")
     for name in ("round_timeout", "patience"):
-        if not getattr(options, name) > 0:
-            raise ValueError(f"{name} must be a positive number of seconds, got {getattr(options, name)}")
+        check_range(name, getattr(options, name), 0, ends="(]")

@@ -1,14 +1,16 @@
 """DiLoCo: Nesterov momentum of the drift of many local steps."""
 
+from typing import Any
+
 import optax
 
-from .._core.types import AxisNames
-from ..reducers.reducer import Reducer
+from .._core.options import takes_options_of
 from ..transforms.common import LearningRate
 from .fragments import SyncPeriod
 from .local_steps import local_steps
 
 
+@takes_options_of(local_steps)
 def diloco(
     inner: optax.GradientTransformation,
     *,
@@ -16,8 +18,7 @@ def diloco(
     learning_rate: LearningRate = 0.7,
     momentum: float | int | None = None,
     warmup_steps: int = 0,
-    reducer: Reducer | None = None,
-    axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo: `H` local steps of AdamW, then one step of Nesterov momentum along the mean drift.
 
@@ -34,7 +35,7 @@ def diloco(
     A GPT of 10.8 million parameters with momentum 0.9 loses 21 % without a start, 6.1 % after 256 and 1.3 % after 512.
 
     *On the wire*: as `local_sgd`; warm-up steps as `local_steps`, all of them together as many bytes as `warmup_steps`
-    rounds. *State* and other arguments: as `local_steps`, with a momentum in float32.
+    rounds. *State*: as `local_steps`, with a momentum in float32.
 
     Args:
       inner: the optimizer of each worker; the papers have AdamW with clipping at 1.
@@ -44,6 +45,7 @@ def diloco(
       momentum: the outer `μ`. By default 0.9 with `warmup_steps`, and 0.5 without; pass 0.9 if the model is trained
         already.
       warmup_steps: the number of first steps that average gradients exactly, a fifth of the run; 0 loses most.
+      **options: other arguments: those of `local_steps`.
 
     Examples:
       >>> import optax, jaxdist as jd
@@ -57,4 +59,4 @@ def diloco(
         # From random parameters the first drifts are large and soon outdated, and 0.9 adds up ten of them.
         momentum = 0.9 if warmup_steps else 0.5
     outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
-    return local_steps(inner, outer, sync_period=sync_period, warmup_steps=warmup_steps, reducer=reducer, axis=axis)
+    return local_steps(inner, outer, sync_period=sync_period, warmup_steps=warmup_steps, **options)

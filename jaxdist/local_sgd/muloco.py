@@ -10,8 +10,8 @@ import jax
 import optax
 from optax.contrib import muon
 
-from .._core.types import AxisNames, Like
-from ..reducers.reducer import Reducer
+from .._core.options import takes_options_of
+from .._core.types import Like
 from ..state.marks import name_leaf
 from ..transforms.common import LearningRate
 from .diloco import diloco
@@ -39,6 +39,7 @@ def hidden_matrix(path: tuple[Any, ...], leaf: Like) -> bool:
     return len(leaf.shape) == 2 and not _ENDS.search(jax.tree_util.keystr(path))
 
 
+@takes_options_of(diloco)
 def muloco(
     learning_rate: LearningRate,
     *,
@@ -48,9 +49,7 @@ def muloco(
     momentum: float | int = 0.8,
     weight_decay: float | int = 0.0,
     matrices: Callable[[tuple[Any, ...], Like], bool] = hidden_matrix,
-    warmup_steps: int = 0,
-    reducer: Reducer | None = None,
-    axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """MuLoCo: DiLoCo whose inner optimizer is Muon for matrices, and AdamW for all other leaves.
 
@@ -60,7 +59,7 @@ def muloco(
     *On the wire*: as `diloco`. The paper sends two bits an entry with feedback:
     `reducer=jd.error_feedback(jd.compressed(jd.compressors.two_means()), decay=0.9)`.
 
-    *State* and other arguments: as `diloco`; per worker one momentum for matrices and two moments for the rest.
+    *State*: as `diloco`; per worker one momentum for matrices and two moments for the rest.
 
     Args:
       learning_rate: the rate of Muon, whose steps have the spectral norm `sqrt(max(1, columns / rows))`; the paper has
@@ -73,6 +72,7 @@ def muloco(
       matrices: `matrices(path, leaf)` selects the leaves that Muon updates, of two dimensions. Layers that are stacked
         into one leaf of three are not matrices: AdamW updates them, unless they are given to Muon through `diloco` and
         `optax.contrib.muon(muon_weight_dimension_numbers=...)`. AdamW also gets matrices without entries.
+      **options: other arguments: those of `diloco`.
 
     Examples:
       >>> import jaxdist as jd
@@ -101,7 +101,5 @@ def muloco(
         sync_period=sync_period,
         learning_rate=outer_learning_rate,
         momentum=momentum,
-        warmup_steps=warmup_steps,
-        reducer=reducer,
-        axis=axis,
+        **options,
     )

@@ -99,8 +99,7 @@ def noloco(
     """
     check_period(sync_period, 0, 0, 1)
     check_range("momentum", momentum, 0, 1)
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate must be positive, got {learning_rate}")
+    check_range("learning_rate", learning_rate, 0, ends="(]")
     gamma = learning_rate if pull is None else pull
     check_range("pull", gamma, 0)
     tx = _NoLoCo(with_extra_args(inner), sync_period, learning_rate, momentum, gamma, seed, axis)

@@ -1,9 +1,11 @@
 """PALSGD: local SGD with random pulls toward the last global parameters."""
 
+from typing import Any
+
 import optax
 
+from .._core.options import takes_options_of
 from .._core.types import AxisNames
-from ..reducers.reducer import Reducer
 from ..transforms.common import LearningRate
 from .diloco import diloco
 from .fragments import SyncPeriod
@@ -11,6 +13,7 @@ from .local_steps import with_rate
 from .random_pull import random_pull
 
 
+@takes_options_of(diloco)
 def palsgd(
     inner: optax.GradientTransformation,
     *,
@@ -22,14 +25,14 @@ def palsgd(
     momentum: float | int = 0.9,
     warmup_steps: int = 100,
     seed: int = 0,
-    reducer: Reducer | None = None,
     axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """PALSGD: DiLoCo whose inner steps are, with probability `p`, a pull toward the anchor, as in `random_pull`.
 
     Workers stay closer together than in `diloco`, so that rounds can be longer.
 
-    *On the wire*, *State* and other arguments: as `diloco`, with a key and a count per worker.
+    *On the wire* and *State*: as `diloco`, with a key and a count per worker.
 
     Args:
       inner: the optimizer of each worker, with its learning rate inside.
@@ -41,6 +44,7 @@ def palsgd(
       slow_learning_rate: the outer rate, constant, or a schedule that counts rounds.
       warmup_steps: the number of first steps that average gradients and never pull.
       seed: draws the pulls.
+      **options: other arguments: those of `diloco`.
 
     Examples:
       >>> import optax, jaxdist as jd
@@ -57,7 +61,7 @@ def palsgd(
         learning_rate=slow_learning_rate,
         momentum=momentum,
         warmup_steps=warmup_steps,
-        reducer=reducer,
         axis=axis,
+        **options,
     )
     return with_rate(tx, learning_rate)

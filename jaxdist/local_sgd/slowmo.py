@@ -1,6 +1,6 @@
 """SlowMo: slow momentum of the drift between two averages."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ import optax
 
 from .._core.checks import check_range
 from .._core.dtypes import working_dtype
-from .._core.types import AxisNames, Updates
-from ..reducers.reducer import Reducer
+from .._core.options import takes_options_of
+from .._core.types import Updates
 from ..transforms.common import LearningRate
 from .buffers import Buffers
 from .fragments import SyncPeriod
@@ -48,8 +48,7 @@ def slow_momentum(
       (-0.1, 1.0)
     """
     check_range("momentum", momentum, 0, 1)
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate must be positive, got {learning_rate}")
+    check_range("learning_rate", learning_rate, 0, ends="(]")
 
     def init_fn(params):
         return SlowMomentumState(jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params))
@@ -76,6 +75,7 @@ def slow_momentum(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@takes_options_of(local_steps)
 def slowmo(
     inner: optax.GradientTransformation,
     *,
@@ -84,14 +84,13 @@ def slowmo(
     slow_learning_rate: float | int = 1.0,
     momentum: float | int = 0.5,
     buffers: Buffers = "reset",
-    reducer: Reducer | None = None,
-    axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """SlowMo: Local SGD whose drifts, divided by the learning rate, accumulate in a slow momentum.
 
     BMUF is `slow_learning_rate=1`; Lookahead is one worker with `momentum=0` and `slow_learning_rate < 1`.
 
-    *On the wire*: as `local_sgd`. *State* and other arguments: as `local_steps`, with a momentum in float32.
+    *On the wire*: as `local_sgd`. *State*: as `local_steps`, with a momentum in float32.
 
     Args:
       inner: the optimizer of each worker; with `gossip` and `sgp()` this is SGP-SlowMo, with `osgp()` OSGP-SlowMo.
@@ -100,6 +99,7 @@ def slowmo(
       slow_learning_rate: `α`; leave it at 1.
       momentum: `β`, 0.4 to 0.8; more for more workers.
       buffers: as in `local_steps`; the paper resets those of SGD and maintains those of Adam.
+      **options: other arguments: those of `local_steps`.
 
     Examples:
       >>> import optax, jaxdist as jd
@@ -110,6 +110,6 @@ def slowmo(
       arXiv:1910.00643, 2019.
     """
     outer = slow_momentum(learning_rate=slow_learning_rate, momentum=momentum)
-    tx = local_steps(inner, outer, sync_period=sync_period, buffers=buffers, reducer=reducer, axis=axis)
+    tx = local_steps(inner, outer, sync_period=sync_period, buffers=buffers, **options)
     # The rate of each inner step, whose mean over the round is γ.
     return with_rate(tx, learning_rate)

@@ -1,8 +1,10 @@
 """SparseLoCo: DiLoCo of the largest entries, with error feedback instead of momentum."""
 
+from typing import Any
+
 import optax
 
-from .._core.types import AxisNames
+from .._core.options import takes_options_of
 from ..compressors.block_top_k import block_top_k
 from ..compressors.chained import chained
 from ..compressors.two_means import two_means
@@ -13,6 +15,7 @@ from .fragments import SyncPeriod
 from .local_steps import local_steps
 
 
+@takes_options_of(local_steps, fixed=["reducer"])
 def sparse_loco(
     inner: optax.GradientTransformation,
     *,
@@ -22,8 +25,7 @@ def sparse_loco(
     values_block: int = 256,
     decay: float | int = 0.95,
     learning_rate: LearningRate = 1.0,
-    warmup_steps: int = 0,
-    axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """SparseLoCo: every `H` steps each worker sends the largest 1 to 3 % of entries, with error feedback for the rest.
 
@@ -34,7 +36,7 @@ def sparse_loco(
     values of 2 bits, and 8 bytes of means for each 256 values: 10.25 bits for an entry sent, 200 times less than
     float32, where indices of 12 bits within a block make it 14 (146 times less). Every worker receives `W-1` of these.
 
-    *State* and other arguments: as `local_steps`; per worker `e_w`, float32, of the size of the model.
+    *State*: as `local_steps`; per worker `e_w`, float32, of the size of the model.
 
     Args:
       inner: the optimizer of each worker; the paper has AdamW.
@@ -45,6 +47,7 @@ def sparse_loco(
       values_block: the number of values that share two means.
       decay: `β`; a lower one forgets unsent drift sooner.
       learning_rate: `α`; constant, or a schedule that counts rounds. A run of 72 billion parameters ended with 0.65.
+      **options: other arguments: those of `local_steps`, but for `reducer`.
 
     Examples:
       >>> import optax, jaxdist as jd
@@ -57,4 +60,4 @@ def sparse_loco(
     # The two-bit code is applied to the values that top-k selects.
     code = chained(block_top_k(density, block=block), two_means(block=values_block))
     outer, reducer = optax.sgd(learning_rate), error_feedback(compressed(code), decay=decay)
-    return local_steps(inner, outer, sync_period=sync_period, warmup_steps=warmup_steps, reducer=reducer, axis=axis)
+    return local_steps(inner, outer, sync_period=sync_period, reducer=reducer, **options)

@@ -1,14 +1,16 @@
 """Streaming DiLoCo: fragments of the model that are synchronized in turn, while training goes on."""
 
+from typing import Any
+
 import optax
 
-from .._core.types import AxisNames
-from ..reducers.reducer import Reducer
+from .._core.options import takes_options_of
 from ..transforms.common import LearningRate
 from .fragments import Fragments
 from .local_steps import local_steps
 
 
+@takes_options_of(local_steps)
 def streaming_diloco(
     inner: optax.GradientTransformation,
     *,
@@ -18,16 +20,14 @@ def streaming_diloco(
     merge_alpha: float | int = 0.5,
     learning_rate: LearningRate = 0.4,
     momentum: float | int = 0.9,
-    warmup_steps: int = 0,
-    reducer: Reducer | None = None,
-    axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Streaming DiLoCo: fragments are synchronized in turn, and their result is merged into the local model later.
 
     *On the wire*: over `H` steps as much as `diloco`, but never more than the largest fragment in one step. The paper
     sends 4 bits an entry: `reducer=jd.compressed(jd.compressors.e3m0())`.
 
-    *State* and other arguments: as `local_steps`, with one outer state and one state of the reducer for each fragment.
+    *State*: as `local_steps`, with one outer state and one state of the reducer for each fragment.
 
     Args:
       sync_period: `H` of each fragment; the paper has 100.
@@ -35,8 +35,8 @@ def streaming_diloco(
       delay: `τ`, the number of steps until the result is merged: 1 to 5.
       merge_alpha: `α`, the weight of a worker's own parameters.
       learning_rate: the outer `η`; the paper has 0.4.
-      momentum: the outer `μ`; 0.9 needs a synchronous start, as in `diloco`.
-      warmup_steps: the number of first steps that average gradients exactly; a fifth of the run is a good start.
+      momentum: the outer `μ`; 0.9 needs a synchronous start, `warmup_steps=` of a fifth of the run, as in `diloco`.
+      **options: other arguments: those of `local_steps`.
 
     Examples:
       >>> import optax, jaxdist as jd
@@ -53,7 +53,5 @@ def streaming_diloco(
         fragments=fragments,
         delay=delay,
         merge_alpha=merge_alpha,
-        warmup_steps=warmup_steps,
-        reducer=reducer,
-        axis=axis,
+        **options,
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.checks import check_count
+from .._core.checks import check_count, check_range
 from .._core.compat import varying_axes
 from .._core.dtypes import round_to
 from .._core.trees import is_key, to_device
@@ -92,8 +92,7 @@ def host(
     """
     if compute not in ("host", "device"):
         raise ValueError(f'compute must be "host" or "device", got {compute!r}')
-    if tile_bytes < 1:
-        raise ValueError(f"tile_bytes must be at least 1, got {tile_bytes}")
+    check_range("tile_bytes", tile_bytes, 1, ends="[]")
     if master_dtype is not None:
         inner = _with_master(inner, master_dtype)
     if delayed is not False:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from .._core.checks import check_range
 from .._core.dtypes import widen
 from .._core.types import PyTree
 from .._core.xla_quirks import largest_entry
@@ -52,8 +53,7 @@ def ball(radius: float | int, *, center: PyTree | None = None) -> Callable[[PyTr
       >>> jd.online.ball(2.5)({"a": jnp.array([3.0]), "b": jnp.array([4.0])})["b"].tolist()
       [2.0]
     """
-    if not radius > 0:
-        raise ValueError(f"radius must be positive, got {radius}")
+    check_range("radius", radius, 0, ends="(]")
 
     def project(tree):
         origin = jax.tree.map(jnp.zeros_like, tree) if center is None else center

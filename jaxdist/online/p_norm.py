@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from .._core.checks import check_range
 from .._core.types import Array, PyTree
 from .._core.xla_quirks import largest_entry
 from .geometry import Geometry, cast_to, total
@@ -33,10 +34,9 @@ def p_norm(p: float | int, *, radius: float | int | None = None) -> Geometry:
       Gentile, "The Robustness of the p-Norm Algorithms", 2003; Beck, Teboulle, "Mirror descent and nonlinear projected
       subgradient methods for convex optimization", 2003.
     """
-    if not 1 < p <= 2:
-        raise ValueError(f"p must be in (1, 2], got {p}")
-    if radius is not None and not radius > 0:
-        raise ValueError(f"radius must be positive, got {radius}")
+    check_range("p", p, 1, 2, ends="(]")
+    if radius is not None:
+        check_range("radius", radius, 0, ends="(]")
     p = float(p)
     q = p / (p - 1)
 

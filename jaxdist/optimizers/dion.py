@@ -112,8 +112,8 @@ def dion(
         raise ValueError(f"give rank or rank_fraction, and not both, got rank={rank}, rank_fraction={rank_fraction}")
     if rank is not None:
         check_count("rank", rank, 1)
-    if rank_fraction is not None and not 0 < rank_fraction <= 1:
-        raise ValueError(f"rank_fraction must be in (0, 1], got {rank_fraction}")
+    if rank_fraction is not None:
+        check_range("rank_fraction", rank_fraction, 0, 1, ends="(]")
     check_range("momentum", momentum, 0, 1)
     check_range("weight_decay", weight_decay, 0)
     others = optax.adamw(learning_rate, weight_decay=weight_decay) if rest is None else rest

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from .._core import compat
-from .._core.checks import Portable
+from .._core.checks import Portable, check_range
 from .._core.trees import is_key
 from .._core.types import Number
 
@@ -359,8 +359,8 @@ def watchdog(
       >>> float(state)
       3.0
     """
-    if not (timeout_seconds > 0 and first_timeout_seconds > 0):
-        raise ValueError(f"time limits must be positive, got {timeout_seconds} and {first_timeout_seconds} seconds")
+    check_range("timeout_seconds", timeout_seconds, 0, ends="(]")
+    check_range("first_timeout_seconds", first_timeout_seconds, 0, ends="(]")
     processes = jax.process_count()
     channel = open_channel(f"watchdog-{next(_numbers)}") if processes > 1 else None
     first = max(timeout_seconds, first_timeout_seconds)

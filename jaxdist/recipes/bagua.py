@@ -22,6 +22,7 @@ import optax
 
 from .. import optimizers
 from .._core.descriptions import with_description
+from .._core.options import takes_options_of
 from .._core.types import AxisNames, PyTree, State, Updates
 from ..comm.over import over
 from ..compressors.compressor import Compressor
@@ -177,14 +178,14 @@ def gradient_allreduce(
     )
 
 
+@takes_options_of(c_lp_s)
 def bytegrad(
     optimizer: optax.GradientTransformation,
     *,
     compressor: Compressor | None = None,
-    feedback: bool = False,
     hierarchical: bool = False,
-    bucket_bytes: int | None = BUCKET_BYTES,
     axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """ByteGrad: averages gradients in 8 bits in both directions: `c_lp_s`, then the optimizer.
 
@@ -194,27 +195,28 @@ def bytegrad(
     *On the wire*: the bytes of `c_lp_s`, a quarter of an all-reduce of float32. *State*: that of the optimizer, with
     feedback that of `c_lp_s` too.
 
+    Args:
+      **options: other arguments: those of `c_lp_s`.
+
     Examples:
       >>> import optax, jaxdist as jd
       >>> tx = jd.recipes.bagua.bytegrad(optax.sgd(0.1, momentum=0.9))
     """
-    reducer = c_lp_s(compressor, feedback=feedback, hierarchical=hierarchical, bucket_bytes=bucket_bytes)
+    reducer = c_lp_s(compressor, hierarchical=hierarchical, **options)
     return _average_gradients(reducer, optimizer, hierarchical, axis)
 
 
+@takes_options_of(optimizers.qadam, fixed=["reducer"])
 def qadam(
     learning_rate: LearningRate,
     *,
     warmup_steps: int = 100,
-    b1: float | int = 0.9,
-    b2: float | int = 0.999,
-    eps: float | int = 1e-8,
-    weight_decay: float | int = 0.0,
     compressor: Compressor | None = None,
     feedback: bool = False,
     hierarchical: bool = False,
     bucket_bytes: int | None = BUCKET_BYTES,
     axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """QAdam: Adam in full precision for `warmup_steps`, then momenta in 8 bits with a frozen variance.
 
@@ -228,9 +230,9 @@ def qadam(
 
     Args:
       warmup_steps: at least 1; the variance is frozen after them.
-      weight_decay: `λ`, decoupled.
       compressor: of a chunk of momentum. For one bit, as in BAGUA's tutorial: `jd.compressors.scaled_sign()` with
         `feedback=True`.
+      **options: other arguments: those of `jd.optimizers.qadam`.
 
     Examples:
       >>> import jaxdist as jd
@@ -241,12 +243,9 @@ def qadam(
     return optimizers.qadam(
         learning_rate,
         warmup_steps=warmup_steps,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
         reducer=c_lp_s(compressor, feedback=feedback, hierarchical=hierarchical, bucket_bytes=bucket_bytes),
         axis=axis,
+        **options,
     )
 
 
@@ -331,14 +330,13 @@ def low_precision_decentralized(
     return _gossip(inner, ring(workers), method, hierarchical, axis)
 
 
+@takes_options_of(local_steps, fixed=["overlap_correction"])
 def async_model_average(
     inner: optax.GradientTransformation,
     *,
     sync_period: SyncPeriod,
     delay: int = 1,
-    warmup_steps: int = 0,
-    reducer: Reducer | None = None,
-    axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Applies the mean of all models some steps late, and keeps the local steps taken meanwhile.
 
@@ -359,8 +357,8 @@ def async_model_average(
     Args:
       sync_period: `H`, more than `d`, or a schedule.
       delay: `d`, at least 1: with 1 the mean is computed during one step. Longer delays are for studying staleness.
-      warmup_steps: the number of first steps, which average gradients instead.
-      reducer: of the differences to the last mean; by default `exact()`. `c_lp_s()` sends a quarter.
+      **options: other arguments: those of `local_steps`. `reducer=` is for the differences to the last mean; `c_lp_s()`
+        sends a quarter of `exact()`.
 
     Examples:
       >>> import optax, jaxdist as jd
@@ -377,9 +375,7 @@ def async_model_average(
         sync_period=sync_period,
         delay=delay,
         overlap_correction=True,
-        warmup_steps=warmup_steps,
-        reducer=reducer,
-        axis=axis,
+        **options,
     )
 
 

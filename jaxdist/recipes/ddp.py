@@ -1,12 +1,13 @@
 """Data parallelism as in PyTorch's DDP."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import optax
 from jaxtyping import DTypeLike
 
-from .._core.types import AxisNames, Like, PyTree
+from .._core.options import takes_options_of
+from .._core.types import Like, PyTree
 from ..compressors.cast import cast
 from ..reducers.bucketed import bucketed
 from ..reducers.compressed import compressed
@@ -17,6 +18,7 @@ from ..reducers.trees import list_named_leaves
 from ..transforms.all_reduce import all_reduce
 
 
+@takes_options_of(all_reduce)
 def ddp(
     reducer: Reducer | None = None,
     *,
@@ -24,9 +26,8 @@ def ddp(
     first_bucket_bytes: int | None = 1 << 20,
     reduce_dtype: DTypeLike | None = None,
     unused: PyTree | Callable[[str, Like], bool] | None = None,
-    normalize_by: Literal["active", "workers"] = "active",
     layers: Sequence[Any] | None = None,
-    axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """DDP: averages the gradients of all workers in buckets, last layers first. Put it before the optimizer.
 
@@ -50,9 +51,9 @@ def ddp(
       unused: leaves whose gradients are zero or not wanted, as a tree of booleans like the parameters
         (`transforms.find_unused_parameters` finds those that the loss does not reach) or a function `(path, leaf)`.
         Their updates are zero; put the optimizer in `optax.masked` if it decays weights.
-      normalize_by: as in `all_reduce`; PyTorch's `join` has `"workers"`.
       layers: the top-level entries of the parameters in forward order, `schedule.forward_order(loss, params, batch)`:
         pass it if they are a dict. `None`: see `bucketed`.
+      **options: other arguments: those of `all_reduce`. PyTorch's `join` has `normalize_by="workers"`.
 
     Raises:
       ValueError: both a reducer and a `reduce_dtype`; at trace time, an `unused` tree that lacks a leaf, and whatever
@@ -81,8 +82,8 @@ def ddp(
         reducer, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, flat=False, layers=layers
     )
     if unused is None:
-        return all_reduce(buckets, axis=axis, normalize_by=normalize_by)
-    return all_reduce(per_leaf(_label(unused), {True: None, False: buckets}), axis=axis, normalize_by=normalize_by)
+        return all_reduce(buckets, **options)
+    return all_reduce(per_leaf(_label(unused), {True: None, False: buckets}), **options)
 
 
 def _label(unused: PyTree | Callable[[str, Like], bool]) -> Callable[[str, Like], Any]:

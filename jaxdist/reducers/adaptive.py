@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._core.checks import check_count
+from .._core.checks import check_count, check_range
 from .._core.types import Array, Float, Like, PyTree, Updates
 from .._core.xla_quirks import largest_magnitude
 from ..comm.base import Comm
@@ -55,8 +55,8 @@ def check_adaptive(bits: int, bucket: int, norm: str, norm_power: int, block: in
 
 def fit_steps(update_steps: Sequence[int], every: int) -> Callable[[Array], Array]:
     """Returns the function that says whether levels are fitted after `count` reductions."""
-    if any(step < 0 for step in update_steps):
-        raise ValueError(f"update_steps must not be negative, got {tuple(update_steps)}")
+    for step in update_steps:
+        check_range("each of update_steps", step, 0, ends="[]")
     check_count("every", every, 1)
     # At step 0, every so many steps, and at the given ones.
     return lambda count: jnp.any(jnp.stack([count % every == 0, *(count == step for step in update_steps)]))

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .. import comm as comms
-from .._core.checks import check_count
+from .._core.checks import check_count, check_range
 from .._core.dtypes import working_dtype
 from .._core.types import Array, Bool, Float, Int, Like, PyTree, Updates
 from ..comm.base import Comm
@@ -109,10 +109,8 @@ def critical_regime(
     check_count("interval_steps", interval_steps, 1)
     if interval_steps < epoch_steps:
         raise ValueError(f"interval_steps must be at least epoch_steps, {epoch_steps}, got {interval_steps}")
-    if not eta >= 0:
-        raise ValueError(f"eta must not be negative, got {eta}")
-    if not 0 <= fall <= 1:
-        raise ValueError(f"fall must be in [0, 1], got {fall}")
+    check_range("eta", eta, 0, ends="[]")
+    check_range("fall", fall, 0, 1, ends="[]")
     detector = _CriticalRegime(epoch_steps, interval_steps, eta, schedule, fall)
     return CriticalRegime(detector.init, detector.before, detector.after)
 

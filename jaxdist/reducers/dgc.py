@@ -80,8 +80,8 @@ def dgc(
       Training", arXiv:1712.01887, 2017.
     """
     check_range("momentum", momentum, 0, 1)
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm must be above 0, got {clip_norm}")
+    if clip_norm is not None:
+        check_range("clip_norm", clip_norm, 0, ends="(]")
     if bool(warmup_densities) != (warmup_steps > 0):
         raise ValueError(
             "a warm-up needs both warmup_densities and warmup_steps, got "

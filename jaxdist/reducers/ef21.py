@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.dtypes import widen_like
 from .._core.types import State, Updates
@@ -59,8 +60,7 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
       Feedback", arXiv:2106.05203, 2021. Fatkhullin, Tyurin, Richtárik, "Momentum Provably Improves Error Feedback!",
       arXiv:2305.15155, 2023.
     """
-    if not 0 < eta <= 1:
-        raise ValueError(f"eta must be in (0, 1], got {eta}")
+    check_range("eta", eta, 0, 1, ends="(]")
     inner = contraction_of(reducer)
     if inner.law == Law.UNBIASED:
         raise ValueError(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.dtypes import widen_like
 from .._core.types import Array, State
@@ -61,8 +62,7 @@ def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_
       Speech DNNs", 2014. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
       arXiv:1901.09847, 2019 (with the learning rate inside). SparseLoCo: Sarfi et al., arXiv:2508.15706, 2025 (decay).
     """
-    if not 0 < decay <= 1:
-        raise ValueError(f"decay must be in (0, 1], got {decay}")
+    check_range("decay", decay, 0, 1, ends="(]")
     return _with_feedback(contraction_of(reducer), decay, with_learning_rate)
 
 

@@ -69,8 +69,7 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
     """
     check_integer_bits(bits)
     check_range("beta", beta, 0, 1)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+    check_range("scale", scale, 0, ends="()")
     reducer = _IntSGD(bits, beta, scale, seed)
     return Reducer(for_real_numbers(reducer.init), reducer.reduce)
 

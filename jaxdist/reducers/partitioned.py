@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
@@ -73,8 +74,7 @@ def partitioned(
       2019.
     """
     for name, size in (("partition_bytes", partition_bytes), ("credit_bytes", credit_bytes)):
-        if size < 1:
-            raise ValueError(f"{name} must be positive, got {size}")
+        check_range(name, size, 1, ends="[]")
     if isinstance(order, str) and order not in ("priority", "fifo"):
         raise ValueError(f'order must be "priority", "fifo" or the layer of each partition, got {order!r}')
     if layers is not None and layer_fn is not None:

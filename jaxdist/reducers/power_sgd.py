@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import comm as comms
-from .._core.checks import check_count
+from .._core.checks import check_count, check_range
 from .._core.descriptions import with_description
 from .._core.dtypes import widen
 from .._core.trees import next_count
@@ -114,8 +114,7 @@ def power_sgd(
     """
     check_count("rank", rank, 1)
     check_count("start_step", start_step, 0)
-    if not min_compression_rate >= 0:
-        raise ValueError(f"min_compression_rate must not be negative, got {min_compression_rate}")
+    check_range("min_compression_rate", min_compression_rate, 0, ends="[]")
     if own not in ("local", "paper"):
         raise ValueError(f'own must be "local" or "paper", got {own!r}')
     if one_sided and not warm_start:

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from .._core.checks import check_count
+from .._core.checks import check_count, check_range
 from .._core.descriptions import with_description
 from .._core.types import Array
 from .reducer import Reducer
@@ -48,8 +48,7 @@ def trimmed_mean(trim: int) -> Reducer:
       Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates",
       arXiv:1803.01498, 2018.
     """
-    if trim < 1:
-        raise ValueError(f"trim must be at least 1, got {trim}; without trimming use exact()")
+    check_range("trim", trim, 1, ends="[]", hint="without trimming use exact()")
     check_count("trim", trim, 1)
     return robust("trimmed_mean", RobustMean(trim, partial(_weighted_trimmed_mean, trim)))
 

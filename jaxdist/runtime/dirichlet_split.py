@@ -3,6 +3,8 @@
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from .._core.checks import check_range
+
 
 def dirichlet_split(
     labels: Shaped[np.ndarray, " n"], workers: int, *, concentration: float | int, seed: int = 0
@@ -40,8 +42,7 @@ def dirichlet_split(
       Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
       arXiv:1909.06335, 2019. With `K` the concentration does not depend on the number of labels.
     """
-    if not concentration > 0:
-        raise ValueError(f"concentration must be positive, got {concentration}")
+    check_range("concentration", concentration, 0, ends="(]")
     if not 1 <= workers <= len(labels):
         raise ValueError(f"workers must be between 1 and the {len(labels)} examples, got {workers}")
     rng = np.random.default_rng(seed)

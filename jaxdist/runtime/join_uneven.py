@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from .._core.checks import check_range
 from .._core.types import Array, AxisNames, PyTree
 from ..processes.broadcast import of_all_processes
 from .mesh import global_batch, workers_here
@@ -58,8 +59,7 @@ def join_uneven(
     """
     if on_uneven not in ("continue", "stop", "raise"):
         raise ValueError(f'on_uneven must be "continue", "stop" or "raise", got {on_uneven!r}')
-    if prefetch < 1:
-        raise ValueError(f"prefetch must be at least 1, got {prefetch}")
+    check_range("prefetch", prefetch, 1, ends="[]")
     here = max(workers_here(mesh, axis), 1)
     # A dummy batch, too, must divide among the workers of this process.
     rows = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(like)}

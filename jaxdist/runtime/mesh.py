@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._core import compat
 from .._core.accelerators import ignore_absent_accelerators
-from .._core.checks import check_count
+from .._core.checks import check_count, check_range
 from .._core.types import AxisNames, PyTree
 from ..processes.consistency import compare, fingerprint_batch
 from ..processes.initialize import check_connected
@@ -100,8 +100,7 @@ def use_cpu_devices(count: int) -> None:
       >>> import jax, jaxdist as jd
       >>> jd.runtime.use_cpu_devices(jax.device_count())  # in a program: a number, before the first array is made
     """
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
+    check_range("count", count, 1, ends="[]")
     ignore_absent_accelerators()
     # XLA reads the variable when the backend starts.
     os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))

@@ -39,7 +39,7 @@ def allocate_tasks(
       Distributed Machine Learning", arXiv:2502.00775, 2025 (the recursive selection).
     """
     if not all(0 <= tau < float("inf") for tau in seconds):
-        raise ValueError(f"seconds must be finite and at least 0, one for each worker, got {list(seconds)}")
+        raise ValueError(f"seconds must be at least 0 and finite, one for each worker, got {list(seconds)}")
     if not len(seconds) or least < 0 or tasks < least * len(seconds):
         raise ValueError(f"tasks must be at least {least} for each of the {len(seconds)} workers, got {tasks}")
     # A heap of (the time at which the worker would finish one more task, its tasks, worker).

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._core.checks import check_range
 from .._core.compat import Literal
 from .._core.jaxprs import RESHAPES, evaluate
 from .._core.types import PyTree
@@ -149,8 +150,8 @@ def assign_buckets(
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704, 2020.
     """
     for name, cap in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
-        if cap is not None and cap < 1:
-            raise ValueError(f"{name} must be positive, got {cap}")
+        if cap is not None:
+            check_range(name, cap, 1, ends="[]")
     buckets: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     caps = {}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from .._core.checks import check_count
+from .._core.checks import check_count, check_range
 from .._core.types import Array, Float, Int
 
 Period = Callable[[Int[Array, ""] | int], Int[Array, ""]]
@@ -74,8 +74,7 @@ def quadratic(learning_rate: Rate, alpha: float | int, base: int, *, most: int =
     References:
       Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", arXiv:2310.14423, 2024.
     """
-    if not alpha > 0:
-        raise ValueError(f"alpha must be positive, got {alpha}")
+    check_range("alpha", alpha, 0, ends="(]")
     check_periods("base", base)
     check_periods("most", most)
     if most < base:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .._core.checks import check_range
+
 
 class Profile(NamedTuple):
     """A step from the start of its backward pass to the end of the next forward pass, layer by layer.
@@ -87,23 +89,21 @@ def counts_of(sizes: list[float], partition_bytes: float | int | None) -> list[i
 def positive(**values: float | int | None) -> None:
     """Checks that all values are None or positive."""
     for name, value in values.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}")
+        if value is not None:
+            check_range(name, value, 0, ends="(]")
 
 
 def limits(**values: float | int | None) -> None:
     """Checks that all values are None, for no limit, or positive and finite."""
-    positive(**values)
     for name, value in values.items():
-        if value == math.inf:
-            raise ValueError(f"{name} must be finite, got {value}: None means no limit")
+        if value is not None:
+            check_range(name, value, 0, ends="()", hint="None means no limit")
 
 
 def not_negative(**values: float | int) -> None:
     """Checks that all values are finite and not negative."""
     for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {value}")
+        check_range(name, value, 0)
 
 
 def _check(lists: dict[str, Sequence[float | int]]) -> None:

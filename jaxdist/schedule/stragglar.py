@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Shaped
 
+from .._core.checks import check_range
 from .._core.types import Number
 
 
@@ -196,8 +197,7 @@ def stragglar_seconds(
       (3.9309, 2.8841)
     """
     _check(nbytes, latency, bandwidth)
-    if not lead >= 0:
-        raise ValueError(f"lead must be at least 0, got {lead}")
+    check_range("lead", lead, 0, ends="[]")
     _check_even(workers)
     rounds = workers - 2 + workers.bit_length() - 1 if workers.bit_count() == 1 else len(_search_rounds(workers))
     each = latency + nbytes / bandwidth / (workers - 1)
@@ -219,13 +219,11 @@ def ring_seconds(workers: int, nbytes: Number, *, latency: Number, bandwidth: Nu
       Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
     _check(nbytes, latency, bandwidth)
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
+    check_range("workers", workers, 1, ends="[]")
     return 2 * (workers - 1) * latency + 2 * (workers - 1) / workers * nbytes / bandwidth
 
 
 def _check(nbytes: Number, latency: Number, bandwidth: Number) -> None:
-    if not (nbytes >= 0 and latency >= 0 and bandwidth > 0):
-        raise ValueError(
-            f"nbytes and latency must be at least 0 and bandwidth positive, got {nbytes}, {latency} and {bandwidth}"
-        )
+    check_range("nbytes", nbytes, 0, ends="[]")
+    check_range("latency", latency, 0, ends="[]")
+    check_range("bandwidth", bandwidth, 0, ends="(]")

@@ -3,6 +3,8 @@
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
+from .._core.checks import check_range
+
 
 def count_processed(
     seconds: Shaped[np.ndarray, "*workers most"], window: float | int, *, last: str = "drop"
@@ -26,8 +28,7 @@ def count_processed(
     References:
       Ferdinand et al., "Anytime Minibatch: Exploiting Stragglers in Online Distributed Optimization", arXiv:2006.05752.
     """
-    if not window >= 0:
-        raise ValueError(f"window must not be negative, got {window}")
+    check_range("window", window, 0, ends="[]")
     if last not in ("drop", "finish"):
         raise ValueError(f'last must be "drop" or "finish", got {last!r}')
     each = np.asarray(seconds, np.float64)
@@ -49,8 +50,9 @@ def anytime_window(seconds: float | int, *, workers: int, batch: int) -> float:
       >>> anytime_window(2.5, workers=10, batch=1000)
       2.525
     """
-    if not (seconds > 0 and workers > 0 and batch > 0):
-        raise ValueError(f"all must be positive, got seconds={seconds}, workers={workers}, batch={batch}")
+    check_range("seconds", seconds, 0, ends="(]")
+    check_range("workers", workers, 0, ends="(]")
+    check_range("batch", batch, 0, ends="(]")
     return float((1 + workers / batch) * seconds)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._core.checks import check_range
 from .profile import Profile, not_negative, positive, profile_lists
 from .timeline import MOST_MESSAGES
 
@@ -75,8 +76,7 @@ def tune(
       Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011. (ByteScheduler uses Gaussian
       processes.)
     """
-    if evaluations < 1:
-        raise ValueError(f"evaluations must be at least 1, got {evaluations}")
+    check_range("evaluations", evaluations, 1, ends="[]")
     for name, choices in space.items():
         _check_choices(name, choices)
     first_trials = [_clip_to_space(space, settings) for settings in start]
@@ -156,10 +156,9 @@ def step_seconds(
       >>> step_seconds(lambda: None, steps=3, trim=0.34, clock=lambda: next(times))
       1.0
     """
-    if steps < 1 or warmup < 0 or not 0 <= trim < 0.5:
-        raise ValueError(
-            f"steps must be at least 1, warmup not negative and trim in [0, 0.5), got {steps}, {warmup}, {trim}"
-        )
+    check_range("steps", steps, 1, ends="[]")
+    check_range("warmup", warmup, 0, ends="[]")
+    check_range("trim", trim, 0, 0.5)
     times = []
     for _ in range(warmup + steps):
         begin = clock()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from .._core.checks import check_range
 from .._core.compat import varying_axes
 from .._core.trees import is_overwritten, leaf_name
 from .._core.types import AxisNames, PyTree, Shape, State
@@ -101,8 +102,7 @@ class Sharded(Mark):
     __slots__ = ("axis", "multiple", "shape")
 
     def __init__(self, value: Any, *, shape: Shape | None = None, axis: AxisNames = None, multiple: int = 1):
-        if multiple < 1:
-            raise ValueError(f"multiple must be at least 1, got {multiple}")
+        check_range("multiple", multiple, 1, ends="[]")
         self.value, self.axis, self.multiple = value, axis, multiple
         self.shape = tuple(value.shape) if shape is None else tuple(shape)
 

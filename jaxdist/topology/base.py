@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from .._core.checks import check_range
+
 TOLERANCE = 1e-6
 
 Edge = tuple[int, int]
@@ -95,14 +97,12 @@ def cycle_rounds(name: str, workers: int, rounds: Sequence[Round]) -> Topology:
 
 def check_workers(workers: int, smallest: int = 1) -> None:
     """Checks that there are enough workers."""
-    if workers < smallest:
-        raise ValueError(f"workers must be at least {smallest}, got {workers}")
+    check_range("workers", workers, smallest, ends="[]")
 
 
 def check_rounds(rounds: int) -> None:
     """Checks that at least one round is drawn."""
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    check_range("rounds", rounds, 1, ends="[]")
 
 
 def permutation_round(workers: int, moves: Sequence[Sequence[int]]) -> Round:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from .._core.checks import check_range
 from .base import Edge, Topology, check_rounds, color_edges, cycle_rounds, matching_round, matrix
 from .spectrum import separate_workers
 from .varying import _DRAWS, _draw_until_connected
@@ -73,8 +74,7 @@ def matchings(base: Topology, *, budget: float | int = 0.5) -> Matchings:
       >>> round(topology.matchings(topology.ring(4)).alpha, 3)
       0.5
     """
-    if not 0 < budget <= 1:
-        raise ValueError(f"budget must be in (0, 1], got {budget}")
+    check_range("budget", budget, 0, 1, ends="(]")
     if len(base.rounds) > 1:
         raise ValueError(
             f"matcha needs a graph that stays the same, got {base.name}, which has {len(base.rounds)} rounds"

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.checks import check_count
+from .._core.checks import check_count, check_range
 from .._core.dtypes import explain_dtype, widen, working_dtype
 from .._core.trees import leaf_name
 from .._core.types import Array, AxisNames, Float, Int, PyTree, State
@@ -74,11 +74,9 @@ def dynamic_loss_scale(
     References:
       Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, 2018.
     """
-    if not 1 <= initial < float("inf"):
-        raise ValueError(f"initial must be finite and at least 1, got {initial}")
+    check_range("initial", initial, 1)
     check_count("growth_interval", growth_interval, 1)
-    if not 1 < factor < float("inf"):
-        raise ValueError(f"factor must be above 1, got {factor}")
+    check_range("factor", factor, 1, ends="()")
     guarded = skip_nonfinite(tx, axis=axis)
     # A larger scale would overflow float32 within a step or two.
     largest = 2.0**100

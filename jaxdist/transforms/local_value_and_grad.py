@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.checks import check_range
 from .._core.compat import cast_varying, like_of, mesh_axes_being_mapped, vary_like
 from .._core.dtypes import working_dtype
 from .._core.jaxprs import propagate
@@ -76,8 +77,7 @@ def local_value_and_grad(
       >>> float(value), float(gradient)
       (4.0, 2.0)
     """
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
+    check_range("micro_batches", micro_batches, 1, ends="[]")
 
     def whole(*args, factor: Any = scale):
         differentiated = _positions(argnums, len(args))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import DTypeLike
 
+from .._core.checks import check_range
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, PyTree, Shape, State, Updates
 from ..compressors.compressor import Compressor
@@ -116,8 +117,7 @@ def quantized_state(
       T. Dettmers, M. Lewis, S. Shleifer, L. Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", arXiv
       2110.02861, 2021. DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, 2024 (moments in bfloat16).
     """
-    if smallest < 1:
-        raise ValueError(f"smallest must be at least 1, got {smallest}")
+    check_range("smallest", smallest, 1, ends="[]")
     tx = _QuantizedState(with_extra_args(inner), dynamic_fp8() if code is None else code, smallest)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 

@@ -78,7 +78,7 @@ def as_number(name: str, number: Any) -> Float[Array, ""]:
     if isinstance(number, bool | int | float | np.number | np.ndarray | np.bool_):
         known = np.asarray(number)
         if known.dtype.kind in "biuf" and known.shape == () and not 0 <= float(known) < float("inf"):
-            raise ValueError(f"{name} must be finite and at least 0, got {number}")
+            raise ValueError(f"{name} must be at least 0 and finite, got {number}")
     elif not isinstance(number, jax.Array):
         raise TypeError(f"{name} must be this worker's number of examples, got {number!r}")
     dtype = jnp.result_type(number)

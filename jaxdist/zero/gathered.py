@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.checks import check_range
 from .._core.hashing import cheap_hash
 from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, Like, PRNGKeyArray, PyTree
@@ -40,8 +41,7 @@ def shard(params: PyTree, *, smallest: int = 100_000, axis: AxisNames = None) ->
       >>> type(jd.zero.shard({"w": jnp.zeros((4, 4))}, smallest=10)["w"]).__name__
       'Sharded'
     """
-    if smallest < 0:
-        raise ValueError(f"smallest must not be negative, got {smallest}")
+    check_range("smallest", smallest, 0, ends="[]")
 
     def mark_leaf(path: Any, x: Any) -> Any:
         # The gradient of a sharded leaf is a mean, which the next value of a statistic is not.

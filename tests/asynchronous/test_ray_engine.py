@@ -287,7 +287,7 @@ def test_processes_end_with_the_driver(tmp_path):
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"seconds": None}, "no stopping criterion"),
         ({"target": 0.1}, "target=0.1 needs evaluate_every="),
-        ({"target": float("nan"), "evaluate_every": 1.0}, "target must be in .* got nan"),
+        ({"target": float("nan"), "evaluate_every": 1.0}, "target must be finite, got nan"),
         ({"timeout": 0.0}, "timeout must be positive, got 0.0"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"slow": {3: 2.0}}, "workers below 2 to factors of at least 1, got 3: 2.0"),

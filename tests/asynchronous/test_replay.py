@@ -451,7 +451,10 @@ def test_what_cannot_work_is_refused(settings, message):
         (lambda: rules.rennala(0, SGD), "batch must be at least 1, got 0"),
         (lambda: rules.ssp(-1, SGD), "staleness must be at least 0, got -1"),
         (lambda: rules.dc_asgd(SGD, decay=1.0), r"decay must be in \[0, 1\), got 1.0"),
-        (lambda: replay.run(RULES["asgd"], TASK, workers=2, evaluate_every=1, target=np.nan), "target must be in"),
+        (
+            lambda: replay.run(RULES["asgd"], TASK, workers=2, evaluate_every=1, target=np.nan),
+            "target must be finite, got nan",
+        ),
         (lambda: replay.run(rules.backup_workers(2, SGD), workers=2, seconds=1), "less than the 2 workers, got 2"),
         (lambda: durations.constant(0.0), "seconds must be positive and finite, got 0.0"),
         (lambda: durations.exponential(-1.0), "mean must be positive and finite, got -1.0"),

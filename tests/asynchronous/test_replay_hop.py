@@ -163,7 +163,7 @@ def test_failures_stop_nobody_for_good(options, graph):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 0}, "tokens must be at least 1, or None for no token queues, got 0"),
+        ({"tokens": 0}, "tokens must be at least 1, got 0"),
         ({"backup": -1}, "backup must be at least 0, got -1"),
         ({"staleness": -1}, "staleness must be at least 0, got -1"),
         ({"backup": 1}, "backup=1 needs token queues.*set tokens="),

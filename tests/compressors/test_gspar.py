@@ -191,5 +191,5 @@ def test_arguments_are_checked(arguments):
 
 
 def test_the_budget_is_checked():
-    with pytest.raises(ValueError, match="must be above 0, got"):
+    with pytest.raises(ValueError, match="must be positive, got"):
         jc.closed_form_probabilities(G, 0.0)

@@ -322,7 +322,7 @@ def test_a_weight_that_would_spoil_the_mean_of_all_is_refused(examples):
     with islands.join(islands.memory(), tx, name="a") as island:
         state = island.enter(begin(tx))
         for end in (island.meet, island.leave):
-            with pytest.raises(ValueError, match=f"examples must be finite and at least 0, got {examples}"):
+            with pytest.raises(ValueError, match=f"examples must be at least 0 and finite, got {examples}"):
                 end(state, examples=examples)
         assert island.meet(state, examples=3)[1].counted
 
@@ -332,7 +332,7 @@ def test_a_weight_that_would_spoil_the_mean_of_all_is_refused(examples):
     [
         ({"name": "a/b"}, "name of an island"),
         ({"name": "..", "round_timeout": 1}, "name of an island .* not '.' first"),
-        ({"round_timeout": 0}, "round_timeout must be a positive number"),
+        ({"round_timeout": 0}, "round_timeout must be positive"),
         ({"begin_with": 0}, "begin_with must be at least 1"),
         ({"keep_every": 0}, "keep_every must be at least 1"),
     ],

@@ -104,7 +104,7 @@ def test_moments_are_per_worker():
 
 @pytest.mark.parametrize("wrong", [{"b1": 1.0}, {"b2": -0.1}, {"eps": -1.0}, {"weight_decay": -0.1}])
 def test_wrong_arguments_are_named(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be in .* got {next(iter(wrong.values()))}"):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be .* got {next(iter(wrong.values()))}"):
         compressed_adam(RATE, jd.exact(), **wrong)
 
 

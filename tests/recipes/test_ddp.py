@@ -220,7 +220,7 @@ def test_a_matrix_stays_one_for_power_sgd():
 def test_what_the_recipe_refuses():
     with pytest.raises(ValueError, match="reduce_dtype is the dtype of the default mean"):
         jd.recipes.ddp(jd.exact(), reduce_dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match="bucket_bytes must be positive, got 0"):
+    with pytest.raises(ValueError, match="bucket_bytes must be at least 1, got 0"):
         jd.recipes.ddp(bucket_bytes=0)
     with pytest.raises(ValueError, match="unused has no entry for the leaf 'w'"):
         jd.recipes.ddp(unused={"b": True}).init(params())

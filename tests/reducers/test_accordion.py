@@ -456,7 +456,7 @@ def test_bad_arguments_are_named():
     wrong: Any = (
         ({"epoch_steps": 0, "interval_steps": 1}, "epoch_steps must be at least 1, got 0"),
         ({"epoch_steps": 5, "interval_steps": 4}, "interval_steps must be at least epoch_steps, 5, got 4"),
-        ({"epoch_steps": 1, "interval_steps": 1, "eta": -0.1}, "eta must not be negative, got -0.1"),
+        ({"epoch_steps": 1, "interval_steps": 1, "eta": -0.1}, "eta must be at least 0, got -0.1"),
         ({"epoch_steps": 1, "interval_steps": 1, "fall": 1.5}, r"fall must be in \[0, 1\], got 1.5"),
     )
     for options, message in wrong:

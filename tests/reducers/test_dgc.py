@@ -107,7 +107,7 @@ def test_error_feedback_around_it_is_refused():
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"warmup_steps": 3}, "warmup_densities"),
         ({"warmup_densities": (0.001, 0.5), "warmup_steps": 9}, "warmup_densities must fall"),
-        ({"clip_norm": float("nan")}, "clip_norm must be above 0, got nan"),
+        ({"clip_norm": float("nan")}, "clip_norm must be positive, got nan"),
         ({"warmup_densities": (0.5,)}, "warmup_steps"),
         ({"warmup_densities": (0.5, 0.2), "warmup_steps": 1}, "warmup_steps"),
         ({"warmup_densities": (1.5,), "warmup_steps": 1}, "density"),

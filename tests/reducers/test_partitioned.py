@@ -152,8 +152,8 @@ def test_layers_have_the_order_of_the_forward_pass():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"partition_bytes": 0}, "partition_bytes must be positive, got 0"),
-        ({"credit_bytes": -3}, "credit_bytes must be positive, got -3"),
+        ({"partition_bytes": 0}, "partition_bytes must be at least 1, got 0"),
+        ({"credit_bytes": -3}, "credit_bytes must be at least 1, got -3"),
         ({"order": [0, 1, 1, 2]}, r"\{0: 1, 1: 3, 2: 2\}, but names \{0: 1, 1: 2, 2: 1\}"),
         ({"order": [0, 1, 1, 1, 2, 2, 7]}, "7: 0}, but names"),
     ],

@@ -248,7 +248,7 @@ def test_equal_shapes_share_one_factorisation(mesh):
 def test_bad_arguments_are_named():
     for options, message in (
         ({"rank": 0}, "rank must be at least 1, got 0"),
-        ({"rank": 1, "min_compression_rate": -1}, "min_compression_rate must not be negative, got -1"),
+        ({"rank": 1, "min_compression_rate": -1}, "min_compression_rate must be at least 0, got -1"),
         ({"rank": 1, "start_step": -1}, "start_step must be at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -183,9 +183,9 @@ def test_arguments_that_are_no_numbers_of_steps_or_entries():
     }.items():
         with pytest.raises(ValueError, match=f"{name} must be a whole number, got"):
             make()
-    with pytest.raises(ValueError, match="must not be negative, got nan"):
+    with pytest.raises(ValueError, match="min_compression_rate must be at least 0, got nan"):
         jd.power_sgd(2, min_compression_rate=np.nan)
-    with pytest.raises(ValueError, match="variance must be finite and above 0, got inf"):
+    with pytest.raises(ValueError, match="variance must be positive and finite, got inf"):
         jd.compressors.gspar(variance=np.inf)
     with pytest.raises(ValueError, match=r"must fall, to density=0\.1 at last"):
         jd.reducers.dgc(0.1, warmup_densities=(0.05, 0.01), warmup_steps=4)

@@ -209,14 +209,14 @@ def test_a_profile_from_the_times_of_layers():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"partition_bytes": 0}, "partition_bytes must be positive, got 0"),
+        ({"partition_bytes": 0}, "partition_bytes must be positive and finite, got 0"),
         ({"credit_bytes": -1}, "credit_bytes must be positive, got -1"),
         ({"bandwidth": 0}, "bandwidth must be positive, got 0"),
-        ({"overhead": -0.5}, "overhead must be finite and not negative, got -0.5"),
-        ({"latency": math.inf}, "latency must be finite"),
+        ({"overhead": -0.5}, "overhead must be at least 0 and finite, got -0.5"),
+        ({"latency": math.inf}, "latency must be at least 0 and finite, got inf"),
         ({"profile": Profile([1], [1, 2], [1])}, "one number for each layer"),
         ({"profile": Profile([], [], [])}, "one number for each layer"),
-        ({"profile": Profile([1, 2], [1, -2], [1, 1])}, r"sizes\[1\] must be finite and not negative, got -2"),
+        ({"profile": Profile([1, 2], [1, -2], [1, 1])}, r"sizes\[1\] must be at least 0 and finite, got -2"),
         ({"profile": Profile([1], [1e9], [1]), "partition_bytes": 1}, "1,000,000,000 messages.*use at least 954"),
     ],
 )
@@ -249,11 +249,13 @@ def test_more_layers_than_there_are_cannot_be_deferred():
 def test_no_limit_is_none_and_not_infinity():
     profile, sizes = Profile([6, 4, 2], [1, 1, 6], [2, 2, 2]), {"bandwidth": 1, "partition_bytes": math.inf}
     for run in (timeline, step_timeline):
-        with pytest.raises(ValueError, match="partition_bytes must be finite, got inf: None means no limit"):
+        with pytest.raises(
+            ValueError, match="partition_bytes must be positive and finite, got inf; None means no limit"
+        ):
             run(profile, **sizes)
         # Any number of messages may be under way.
         assert run(profile, bandwidth=1, credit_bytes=math.inf) == run(profile, bandwidth=1)
-    with pytest.raises(ValueError, match="credit_bytes must be finite"):
+    with pytest.raises(ValueError, match="credit_bytes must be positive and finite"):
         bound(profile, bandwidth=1, partition_bytes=1, credit_bytes=math.inf)
 
 

@@ -131,11 +131,11 @@ def test_moments_of_float16_parameters_are_float32():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"initial must be finite and at least 1, got 0\.5"):
+    with pytest.raises(ValueError, match=r"initial must be at least 1 and finite, got 0\.5"):
         jd.transforms.dynamic_loss_scale(optax.adam(0.1), initial=0.5)
     with pytest.raises(ValueError, match="growth_interval must be at least 1, got 0"):
         jd.transforms.dynamic_loss_scale(optax.adam(0.1), growth_interval=0)
-    with pytest.raises(ValueError, match=r"factor must be above 1, got 1\.0"):
+    with pytest.raises(ValueError, match=r"factor must be above 1 and finite, got 1\.0"):
         jd.transforms.dynamic_loss_scale(optax.adam(0.1), factor=1.0)
     with pytest.raises(ValueError, match="no dynamic_loss_scale inside"):
         jd.transforms.loss_scale(optax.adam(0.1).init(start()))

@@ -239,7 +239,7 @@ def test_diloco_averages_each_leaf_over_the_workers_that_used_it(fragments):
 @pytest.mark.parametrize(
     ("examples", "error", "message"),
     [
-        (-1, ValueError, "at least 0, got -1"),
+        (-1, ValueError, "at least 0 and finite, got -1"),
         (float("nan"), ValueError, "finite"),
         (np.float32("inf"), ValueError, "finite"),
         (np.ones(4), ValueError, r"one number, that of this worker, got shape \(4,\)"),

@@ -146,7 +146,7 @@ def test_marked_parameters_stay():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="smallest must not be negative, got -1"):
+    with pytest.raises(ValueError, match="smallest must be at least 0, got -1"):
         shard({}, smallest=-1)
     with pytest.raises(ValueError, match="all alike, got 2 kinds"):
         gathered_scan(layer, [{"w": jnp.zeros(2)}, {"w": jnp.zeros(3)}], jnp.zeros(2))

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import jax
 from rich.table import Table
 
+from ..._core.checks import check_range
 from ...analysis.cost import Link
 from ...analysis.measured import measure_link
 from ...analysis.step_time import (
@@ -247,8 +248,7 @@ def _spell_rate(bandwidth: float) -> str:
 
 def parse_methods(names: Sequence[str], *, optimizer: str, workers: int, batch_size: int) -> dict[str, TrainingMethod]:
     """Makes the methods by their spellings; raises ValueError if these workers cannot take a step with them."""
-    if workers < 2:
-        raise ValueError(f"--workers must be at least 2, got {workers}: one worker sends nothing")
+    check_range("--workers", workers, 2, ends="[]", hint="one worker sends nothing")
     check_batch(batch_size, workers)
     return {name: parse.parse_method(name, optimizer, ANY_STEPS) for name in names}
 

@@ -10,6 +10,7 @@ import jax
 import tyro
 from rich.console import Console
 
+from ..._core.checks import check_range
 from ...analysis.cost import Link
 from ...analysis.step_time import StepCost, uses_gloo
 from ...runtime.mesh import make_mesh
@@ -120,8 +121,7 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     workload, mesh = set_up(chosen)
     console = new_console()
     names = _list_names(chosen)
-    if chosen.seeds < 1:
-        raise ValueError(f"--seeds must be at least 1, got {chosen.seeds}")
+    check_range("--seeds", chosen.seeds, 1, ends="[]")
     runs = prepare_runs(names, chosen, workload, mesh)
     links = race.parse_links(chosen.link, mesh, axis=train.AXIS)
     tables.make_folder(chosen.table)

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.table import Column, Table
 
+from ..._core.checks import check_range
 from ..._core.compat import find_known_problems
 from ...analysis.measured import measure_link
 from ...processes.cluster import AgreementError
@@ -57,8 +58,7 @@ class Finding(NamedTuple):
 def run_doctor(chosen: DoctorOptions) -> int:
     """Prints a table and returns 1 if something is wrong. With several processes, process 0 prints."""
     if chosen.devices is not None:
-        if chosen.devices < 1:
-            raise ValueError(f"--devices must be at least 1, got {chosen.devices}")
+        check_range("--devices", chosen.devices, 1, ends="[]")
         # JAX fixes the number of CPU devices when it starts.
         use_cpu_devices(chosen.devices)
     # First what needs no backend: versions matter most when JAX does not start.

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 from rich.console import Console
 
+from ..._core.checks import check_range
 from ...analysis import Span, cost
 from .. import planning, planning_disk
 from ..figures import COLORS, GREY, count_bytes, in_bytes, label, new_figure, new_table, open_axes, print_table, write
@@ -81,8 +82,7 @@ class PlanOptions:
 def run_plan(chosen: PlanOptions) -> int:
     """Compiles, prints and draws; returns 0, or 1 for a program that does not fit."""
     console = new_console()
-    if chosen.slices < 1:
-        raise ValueError(f"--slices must be at least 1, got {chosen.slices}")
+    check_range("--slices", chosen.slices, 1, ends="[]")
     _check_target(chosen.target)
     planning.check_target(chosen.target, chosen.slices)
     config = _parse_model(chosen.model)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import TaskProgressColumn
 
 from ... import checkpoint, islands
+from ..._core.checks import check_range
 from ...asynchronous import ray_engine, replay
 from ...asynchronous.protocol import Rule
 from ...offload.nvme.base import committed_step
@@ -109,8 +110,8 @@ class TrainOptions(Options):
 
 def run_train(chosen: TrainOptions) -> None:
     """Trains on a mesh of this process, or with Ray in a process per worker."""
-    if chosen.save_every is not None and chosen.save_every < 1:
-        raise ValueError(f"--save-every must be at least 1, got {chosen.save_every}")
+    if chosen.save_every is not None:
+        check_range("--save-every", chosen.save_every, 1, ends="[]")
     if chosen.engine == "ray":
         train_processes(chosen)
     else:
@@ -296,8 +297,8 @@ def train_processes(chosen: TrainOptions) -> None:
     if chosen.rule is None or chosen.workers is None:
         raise ValueError("--engine ray needs --rule and --workers, as in --rule ad_psgd --workers 3")
     for name in ("steps", "batch", "workers", "seconds"):
-        if getattr(chosen, name) is not None and not getattr(chosen, name) > 0:
-            raise ValueError(f"--{name} must be positive, got {getattr(chosen, name)}")
+        if getattr(chosen, name) is not None:
+            check_range(f"--{name}", getattr(chosen, name), 0, ends="(]")
     check_seed(chosen.seed)
     rule = parse.parse_rule(chosen.rule, parse.parse_optimizer(chosen.optimizer), chosen.gradient)
     workload = parse.parse_workload(chosen.workload, chosen.model, path=chosen.text)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ... import schedule
+from ..._core.checks import check_range
 from ...reducers.exact import exact
 from ...reducers.partitioned import partitioned
 from ...reducers.reducer import Reducer
@@ -77,8 +78,7 @@ class TuneOptions:
 def run_tune(chosen: TuneOptions) -> None:
     """Checks the options, and tunes on a simulated link or on this machine."""
     for name in ("batch", "workers", "steps", "evaluations"):
-        if getattr(chosen, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(chosen, name)}")
+        check_range(f"--{name}", getattr(chosen, name), 1, ends="[]")
     check_seed(chosen.seed)
     if chosen.flops is not None:
         check_positive("--flops", chosen.flops)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from ..._core.checks import check_range
 from ..._core.types import Metrics, PRNGKeyArray, PyTree
 from ...runtime.dirichlet_split import dirichlet_split
 from .base import PLAIN, LayerRunner, Workload
@@ -66,8 +67,7 @@ def digits_workload(width: int = 32, *, workers: int = 1, concentration: float |
       >>> digits_workload().batch(0, 0, 16).images.shape
       (16, 8, 8, 1)
     """
-    if width < 1:
-        raise ValueError(f"width must be at least 1, got {width}")
+    check_range("width", width, 1, ends="[]")
     train, held_out_images = splits()
     model = ConvNet(width)
     draw_own = _divide_by_label(train.labels, workers, concentration)
@@ -105,8 +105,7 @@ def _divide_by_label(
     labels: np.ndarray, workers: int, concentration: float | None
 ) -> Callable[[int, int, int], np.ndarray] | None:
     """The `own_batches` of the workers; None without a concentration, if all draw from all images."""
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
+    check_range("workers", workers, 1, ends="[]")
     if concentration is not None:
         return own_batches(equal_parts(labels, workers, concentration=concentration))
     if workers > 1:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._core.checks import check_range
 from ..models.base import Workload
 from ..results import RunResult
 from ..spellings.parse import parse_method
@@ -120,8 +121,7 @@ def check_sweep(periods: Sequence[int], workers: Sequence[int], seeds: int) -> N
         raise ValueError(f"--periods needs positive numbers, got {tuple(periods)}")
     if not workers or min(workers) < 1:
         raise ValueError(f"--workers needs positive numbers, got {tuple(workers)}")
-    if seeds < 1:
-        raise ValueError(f"--seeds must be at least 1, got {seeds}")
+    check_range("--seeds", seeds, 1, ends="[]")
 
 
 def evaluation_interval(steps: int, periods: Sequence[int]) -> int:

@@ -113,16 +113,14 @@ def run(
 
 
 def _check(options: RunOptions) -> None:
-    if options.workers < 1:
-        raise ValueError(f"workers must be at least 1, got {options.workers}")
+    check_range("workers", options.workers, 1, ends="[]")
     _check_stopping(options)
     for name in ("evaluate_every", "timeout", "seconds"):
         value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}")
+        if value is not None:
+            check_range(name, value, 0, ends="(]")
     for name in ("seed", "restarts"):
-        if getattr(options, name) < 0:
-            raise ValueError(f"{name} must be at least 0, got {getattr(options, name)}")
+        check_range(name, getattr(options, name), 0, ends="[]")
     for worker, factor in options.slow.items():
         if not (0 <= worker < options.workers and factor >= 1):
             raise ValueError(

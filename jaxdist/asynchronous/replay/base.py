@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from ..._core.checks import check_range
 from ..._core.types import Array, Number, PyTree
 from ..errors import NonFiniteGradientError
 from ..values import Lazy, Spec, force, spec_of
@@ -223,8 +224,7 @@ def time_to_target(result: Result, level: Number, *, persist: int = 1) -> float:
       >>> replay.time_to_target(run, 1.0), replay.time_to_target(run, 1.0, persist=2)
       (1.0, inf)
     """
-    if persist < 1:
-        raise ValueError(f"persist must be at least 1, got {persist}")
+    check_range("persist", persist, 1, ends="[]")
     # Differences of a running count of evaluations at the level find windows in which all are.
     low = np.concatenate([[0], np.cumsum(np.asarray(result.losses) <= level)])
     runs = np.flatnonzero(low[persist:] - low[:-persist] == persist) if len(low) > persist else []

@@ -95,17 +95,14 @@ def simulator(
     """
     # Default cluster: one second per gradient, messages that take no time.
     durations, links = durations or constant(1.0), links or instant()
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
+    check_range("workers", workers, 1, ends="[]")
     for name, size in (("durations", durations.workers), ("links", links.workers)):
         if size is not None and size != workers:
             raise ValueError(f"{name} are for {size} workers, got workers={workers}: the numbers must be equal")
     if workers < durations.least:
         raise ValueError(f"durations {durations.name} name worker {durations.least - 1}, got workers={workers}")
-    if ticks_per_second < 1:
-        raise ValueError(f"ticks_per_second must be at least 1, got {ticks_per_second}")
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
+    check_range("ticks_per_second", ticks_per_second, 1, ends="[]")
+    check_range("seed", seed, 0, ends="[]")
     if evaluate_every is not None and (task is None or task.evaluate is None):
         raise ValueError(f"evaluate_every={evaluate_every} needs a task with evaluate=")
     if evaluate_every is not None and not round(evaluate_every * ticks_per_second) >= 1:
@@ -154,8 +151,8 @@ def _advance(
         raise ValueError(f"target={target} needs evaluate_every= and a run with numerics")
     if target is not None:
         check_range("target", target, -math.inf)
-    if seconds is not None and not seconds >= 0:
-        raise ValueError(f"seconds must be at least 0, got {seconds}")
+    if seconds is not None:
+        check_range("seconds", seconds, 0, ends="[]")
 
     @no_type_check
     def is_complete(state: ReplayState) -> bool:

@@ -133,8 +133,8 @@ def nvme_layers(
     """
     check_store(store)
     check_range("prefetch", prefetch, 0)
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm must be positive, got {clip_norm}")
+    if clip_norm is not None:
+        check_range("clip_norm", clip_norm, 0, ends="(]")
     if jax.process_count() > 1:
         raise ValueError(
             f"nvme_layers runs in one process, with all devices of its machine, got {jax.process_count()} processes: "

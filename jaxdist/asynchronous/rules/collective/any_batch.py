@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ...._core.checks import check_range
 from ...._core.types import Number, PyTree
 from ... import protocol
 from ...protocol import After, Cancel, Compute, GradientRecord, Message, Reaction, Role, Rule, Site, StepRecord
@@ -63,8 +64,7 @@ def any_batch(window: Number, optimizer: optax.GradientTransformation) -> Rule:
     References:
       Ferdinand et al., "Anytime minibatch: exploiting stragglers in online distributed optimization", arXiv:2006.05752.
     """
-    if not 0 < window < float("inf"):
-        raise ValueError(f"window must be positive and finite, got {window}")
+    check_range("window", window, 0, ends="()")
     start, step = optimizer_on_values(optimizer, _step_with_mean, shared=True)
     zeros = numeric(zeros_of_sum, shared=True)
 

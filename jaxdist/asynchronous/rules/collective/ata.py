@@ -6,6 +6,7 @@ from typing import no_type_check
 
 import optax
 
+from ...._core.checks import check_range
 from ...._core.types import Number
 from ...protocol import Rule
 from .allocation import allocate, allocation_rule
@@ -48,10 +49,8 @@ def ata(batch: int, optimizer: optax.GradientTransformation, *, confidence: Numb
       mean). Maranjyan, "First Provably Optimal Asynchronous SGD for Homogeneous and Heterogeneous Data",
       arXiv:2601.02523, 2026.
     """
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
-    if not 0 <= confidence < float("inf"):
-        raise ValueError(f"confidence must be at least 0 and finite, got {confidence}")
+    check_range("batch", batch, 1, ends="[]")
+    check_range("confidence", confidence, 0)
     shares = partial(_optimistic_shares, float(confidence))
     return allocation_rule("ata", batch, optimizer, shares, _mean_of_all, measures=True)
 

@@ -2,6 +2,7 @@
 
 import optax
 
+from ...._core.checks import check_range
 from ...._core.types import Number
 from ...protocol import Rule
 from .local_rule import local_rule
@@ -36,6 +37,5 @@ def lasgd(optimizer: optax.GradientTransformation, *, sync_period: int = 1, inte
       arXiv:2203.13085, 2022. The interval: Gan et al., "BAGUA: Scaling up Distributed Learning with System
       Relaxations", arXiv:2107.01499, 2021.
     """
-    if not 0 <= interval < float("inf"):
-        raise ValueError(f"interval must be at least 0 seconds and finite, got {interval}")
+    check_range("interval", interval, 0)
     return local_rule("lasgd", optimizer, optax.sgd(1.0), sync_period=sync_period, delay=None, interval=interval)

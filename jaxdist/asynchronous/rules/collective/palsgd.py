@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ...._core.checks import check_range
 from ...._core.dtypes import working_dtype
 from ...._core.types import Number, PyTree
 from ...protocol import Rule
@@ -51,10 +52,8 @@ def palsgd(
     References:
       Naganuma et al., "Pseudo-asynchronous local SGD", arXiv:2504.18454, 2025.
     """
-    if not 0 <= probability < 1:
-        raise ValueError(f"probability must be in [0, 1), got {probability}")
-    if pull < 0:
-        raise ValueError(f"pull must be at least 0, got {pull}")
+    check_range("probability", probability, 0, 1)
+    check_range("pull", pull, 0, ends="[]")
     step = plain_step
     if probability:
         step = partial(_step_or_pull, learning_rate, float(probability), float(pull))

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import optax
 
+from ...._core.checks import check_range
 from ...protocol import Compute, GradientRecord, Message, Reaction, Rule, Site
 from ..base import collective_rule, optimizer_on_values, reduce_all, step_records
 
@@ -54,8 +55,7 @@ def pipe_sgd(optimizer: optax.GradientTransformation, *, width: int = 2) -> Rule
       Li et al., "Pipe-SGD: a decentralized pipelined SGD framework for distributed deep net training",
       arXiv:1811.03619, 2018.
     """
-    if width < 1:
-        raise ValueError(f"width must be at least 1, got {width}: 1 waits for each all-reduce, 2 hides it")
+    check_range("width", width, 1, ends="[]", hint="1 waits for each all-reduce, 2 hides it")
     start, step = optimizer_on_values(optimizer, shared=True)
 
     def init(site: Site, params: Any) -> Reaction:

@@ -5,6 +5,7 @@ from functools import partial
 
 import optax
 
+from ...._core.checks import check_range
 from ...._core.types import Number
 from ....schedule.allocate_tasks import allocate_tasks
 from ...protocol import Rule
@@ -51,8 +52,7 @@ def task_allocation(
       Chao, Liao, Gao, "Task allocation for decentralized training in heterogeneous environment", arXiv:2111.08272,
       2021. The average over 8 rounds is ours.
     """
-    if batch < 1:
-        raise ValueError(f"batch must be at least the number of workers, got {batch}")
+    check_range("batch", batch, 1, ends="[]")
     if seconds is None:
         return allocation_rule("task_allocation", batch, optimizer, _adaptive_shares, _moving_average, measures=True)
     given = tuple(map(float, seconds))

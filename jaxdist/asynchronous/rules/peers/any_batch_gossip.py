@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ...._core.checks import check_range
 from ...._core.types import Number, PyTree
 from ... import protocol
 from ...protocol import After, Cancel, Compute, GradientRecord, Message, Reaction, Role, Rule, Site, StepRecord
@@ -81,8 +82,7 @@ def any_batch_gossip(
       Eshraghi, Liang, "Distributed Online Optimization over a Heterogeneous Network with Any-Batch Mirror Descent",
       ICML 2020 (the weights are ours).
     """
-    if not 0 < window < float("inf"):
-        raise ValueError(f"window must be positive and finite, got {window}")
+    check_range("window", window, 0, ends="()")
     if weights not in ("batch", "uniform"):
         raise ValueError(f'weights must be "batch" or "uniform", got {weights!r}')
     adapt = numeric(partial(_adapt, optimizer, weights == "batch"), outputs=2)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ...._core.checks import check_range
 from ...._core.types import Number, PyTree
 from ....compressors.compressor import Compressor
 from ....compressors.scaled import contraction_form
@@ -45,8 +46,7 @@ def choco_exchange(compressor: Compressor, *, step_size: Number) -> Exchange:
       Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed
       communication", arXiv:1902.00340, 2019.
     """
-    if not 0 < step_size <= 1:
-        raise ValueError(f"step_size must be in (0, 1], got {step_size}")
+    check_range("step_size", step_size, 0, 1, ends="(]")
     # An unbiased compressor is scaled to a contraction, or differences to the copies would grow.
     compressor = contraction_form(compressor, closest=True)
     encode_difference = numeric(partial(_encode_difference, compressor))

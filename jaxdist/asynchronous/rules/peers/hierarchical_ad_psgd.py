@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ...._core.checks import check_range
 from ...._core.types import PyTree
 from ... import protocol
 from ...protocol import Compute, GradientRecord, Message, Reaction, Reduce, Role, Rule, Site, StepRecord
@@ -80,8 +81,7 @@ def hierarchical_ad_psgd(
       Zhang et al., "A highly efficient distributed deep learning system for automatic speech recognition",
       arXiv:1907.05701, 2019.
     """
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, got {group_size}")
+    check_range("group_size", group_size, 1, ends="[]")
     step = partial(_step_group, group_size)
     pairs, on_values = pair_protocol(exchange, choice), optimizer_on_values(optimizer, step, shared=True)
     rule = _Group(graph, group_size, pairs, *on_values)

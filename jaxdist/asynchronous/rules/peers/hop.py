@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Float
 
+from ...._core.checks import check_range
 from ...._core.types import PyTree
 from ....topology.base import matrix
 from ... import protocol
@@ -281,11 +282,10 @@ def model_weights(
 
 
 def _check(tokens: int | None, backup: int, staleness: int, skip: int) -> None:
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens must be at least 1, or None for no token queues, got {tokens}")
+    if tokens is not None:
+        check_range("tokens", tokens, 1, ends="[]")
     for name, value in (("backup", backup), ("staleness", staleness)):
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
+        check_range(name, value, 0, ends="[]")
     if skip < 0 or skip == 1:
         raise ValueError(f"skip must be at least 2 iterations, or 0 for no skipping, got {skip}")
     if backup and tokens is None:

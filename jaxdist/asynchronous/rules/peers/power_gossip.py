@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...._core.checks import check_range
 from ...._core.types import Array, PyTree, Shape
 from ....wire.low_rank import orthonormal, squarest_view
 from ...values import numeric
@@ -44,8 +45,7 @@ def power_gossip(rank: int, *, seed: int = 0) -> Exchange:
       Vogels, Karimireddy, Jaggi, "Practical low-rank communication compression in decentralized deep learning",
       arXiv:2008.01425, 2020.
     """
-    if rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}")
+    check_range("rank", rank, 1, ends="[]")
     seed &= 0xFFFFFFFF
     draw_bases = numeric(partial(_draw_bases, rank, seed))
     # The two halves of an iteration: directions of columns multiply from the right, directions of rows from the left.

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, no_type_check
 
 import optax
 
+from ...._core.checks import check_range
 from ...._core.types import Number
 from ... import protocol
 from ...protocol import Actions, Compute, GradientRecord, Message, Reaction, Reduce, Role, Rule, Send, Site, StepRecord
@@ -114,14 +115,10 @@ def prague(
       Luo, He, Zhuo, Qian, "Prague: high-performance heterogeneity-aware asynchronous decentralized training", ASPLOS
       2020; as "Heterogeneity-aware asynchronous decentralized training", arXiv:1909.08029, 2019.
     """
-    if group_size < 2:
-        raise ValueError(f"group_size must be at least 2, got {group_size}")
+    check_range("group_size", group_size, 2, ends="[]")
     if groups not in GROUPS:
         raise ValueError(f"groups must be one of {', '.join(GROUPS)}, got {groups!r}")
-    if not max_lag >= 1:
-        raise ValueError(
-            f"max_lag must be at least 1, since a worker that is computing is one request behind, got {max_lag}"
-        )
+    check_range("max_lag", max_lag, 1, ends="[]")
     if node_size is not None and (node_size < 2 or groups == "random"):
         raise ValueError(
             f"node_size must be at least 2 and groups static or smart, got node_size={node_size} and groups={groups!r}"

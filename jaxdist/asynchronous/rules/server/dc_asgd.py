@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ...._core.checks import check_range
 from ...._core.dtypes import widen
 from ...._core.types import Array, Number, PyTree
 from ...protocol import GradientRecord, Message, Reaction, Rule
@@ -53,10 +54,9 @@ def dc_asgd(
     References:
       Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", arXiv:1609.08326, 2017.
     """
-    if compensation < 0:
-        raise ValueError(f"compensation must be at least 0, got {compensation}")
-    if decay is not None and not 0 <= decay < 1:
-        raise ValueError(f"decay must be in [0, 1), got {decay}")
+    check_range("compensation", compensation, 0, ends="[]")
+    if decay is not None:
+        check_range("decay", decay, 0, 1)
     server = stepper(optimizer)
     adaptive = decay is not None
     if adaptive:

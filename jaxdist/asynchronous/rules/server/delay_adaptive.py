@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from ...._core.checks import check_range
 from ...._core.types import Number
 
 
@@ -25,8 +26,7 @@ def delay_adaptive(concurrency: int, learning_rate: Number, smoothness: Number) 
       arXiv:2206.08307, 2022.
     """
     for name, value in (("concurrency", concurrency), ("learning_rate", learning_rate), ("smoothness", smoothness)):
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}")
+        check_range(name, value, 0, ends="(]")
 
     # The ratio γ_d / γ, since `asgd` multiplies the whole update by it.
     def rate(delay: int) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 
 import optax
 
+from ...._core.checks import check_range
 from ...._core.types import Number
 from ...protocol import Rule
 from ...values import mean_of
@@ -37,8 +38,7 @@ def malenia(batch: Number, optimizer: optax.GradientTransformation, *, stop: boo
     References:
       Tyurin, Richtárik, arXiv:2305.12387, 2023.
     """
-    if not batch > 0:
-        raise ValueError(f"batch must be positive, got {batch}")
+    check_range("batch", batch, 0, ends="(]")
     return minibatch_rule("malenia", optimizer, partial(_has_harmonic_mean, batch), _mean_of_means, stop)
 
 

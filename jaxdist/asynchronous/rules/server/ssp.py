@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import optax
 
+from ...._core.checks import check_range
 from ...protocol import GradientRecord, Message, Reaction, Rule
 from ..base import replace_at
 from .base import Core, reply, send_current, server_rule, stepper
@@ -47,8 +48,7 @@ def ssp(staleness: int, optimizer: optax.GradientTransformation) -> Rule:
     References:
       Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013.
     """
-    if staleness < 0:
-        raise ValueError(f"staleness must be at least 0, got {staleness}")
+    check_range("staleness", staleness, 0, ends="[]")
     server = stepper(optimizer)
     on_gradient = partial(_on_ssp_gradient, server.step, staleness)
     return server_rule("ssp", server, on_gradient, begin=_begin_ssp, on_pull=_on_ssp_pull, waits_for=_ssp_waits_for)
