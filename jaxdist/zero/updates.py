@@ -174,7 +174,7 @@ def _exchange(
     # All workers, including the owner, apply the decoded update: parameters stay equal.
     key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
     payloads = encode(compressor, owed, shapes, key, comm)
-    decoded = decode(compressor, gather_payloads(payloads, comm), owed)
+    decoded = decode(compressor, gather_payloads(payloads, comm), owed, of_all=True)
     full = [unshard(rows, jax.ShapeDtypeStruct(shape, rows.dtype)) for rows, shape in zip(decoded, shapes, strict=True)]
     return decode(compressor, payloads, owed), full
 
