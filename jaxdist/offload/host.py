@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from .._core.compat import varying_axes
-from .._core.dtypes import round_to
 from .._core.trees import is_key, to_device
 from .._core.types import PyTree, State, Updates
 from ..state.marks import OnHost, is_mark
 from ..transforms.extra_args import with_extra_args
+from ..transforms.master import follow_parameter
 from .delayed import delayed as with_delay
 from .host_update import run
 from .program import flatten
@@ -162,7 +162,7 @@ def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.Gradi
         # A synchronizer around may have moved the parameters: the master follows, and keeps what they cannot hold.
         before = state.master
         if moved:
-            before = jax.tree.map(lambda m, p: m + (p.astype(m.dtype) - round_to(m, p.dtype)), before, params)
+            before = jax.tree.map(follow_parameter, before, params)
         steps, new = inner.update(updates, state.inner, before, **extra_args)
         master = optax.apply_updates(before, steps)
         # In `dtype`, unlike other updates: added to the parameter it gives the rounding exactly.
