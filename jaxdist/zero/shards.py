@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.dtypes import working_dtype
-from .._core.trees import fold_keys, next_count
+from .._core.trees import fold_keys, next_count, select_leaves
 from .._core.types import Array, AxisNames, Flag, Like, Payload, PRNGKeyArray, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.compressor import Compressor
@@ -63,7 +63,7 @@ def buckets_of(params: Updates, stage: int) -> list[list[int]]:
 
 def init_buckets(form: Reducer, params: Updates, buckets: Sequence[Sequence[int]]) -> State:
     """A reducer's state for each bucket, with independent random keys."""
-    return tuple(fold_keys(form.init(_only(params, members)), i) for i, members in enumerate(buckets))
+    return tuple(fold_keys(form.init(select_leaves(params, members)), i) for i, members in enumerate(buckets))
 
 
 def mean_pieces(
@@ -73,18 +73,12 @@ def mean_pieces(
     leaves, tree = jax.tree.flatten(updates)
     states = []
     for members, bucket_state in zip(buckets, state, strict=True):
-        part = _only(updates, members)
+        part = select_leaves(updates, members)
         reduced, bucket_state = run(as_generator(form, part, bucket_state, comm, extras), comm)
         states.append(bucket_state)
         for i, leaf in zip(members, jax.tree.leaves(reduced.mean), strict=True):
             leaves[i] = leaf
     return tree.unflatten(leaves), tuple(states)
-
-
-def _only(tree: Updates, members: Sequence[int]) -> Updates:
-    """The tree with the leaves at these positions and `None` for the others; a leaf keeps its path."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([leaf if i in set(members) else None for i, leaf in enumerate(leaves)])
 
 
 def gather(shards: Sequence[Array], likes: Sequence[Like], comm: Comm) -> list[Array]:
