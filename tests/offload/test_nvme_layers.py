@@ -157,7 +157,7 @@ def test_workers_average_each_layer(tmp_path):
     run.close()
 
     cfg = step.Config(STACK, jd.exact(), mesh, "data")
-    layer_grads = step.build_programs(cfg).layer_grads
+    layer_grads = cfg.build_programs().layer_grads
     x = jnp.ones((8, WIDTH))
     ops = jd.analysis.collectives(layer_grads.lower(params["layers"][0], x, x).compile()).ops
     assert [op.kind for op in ops] == ["all-reduce"]
