@@ -13,8 +13,8 @@ from ..state.marks import OnHost, is_mark
 from ..transforms.extra_args import with_extra_args
 from ..transforms.master import follow_parameter
 from .delayed import delayed as with_delay
-from .host_update import run
-from .program import flatten
+from .host_update.flatten import flatten
+from .host_update.run import run
 
 TILE_BYTES = 64 * 2**20
 MISSING = "offload.host with master_dtype needs the parameters: call update(gradients, state, params)"
