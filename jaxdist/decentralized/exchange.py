@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from .._core.types import Array, Payload, PyTree
 from ..compressors.compressor import Compressor
-from ..topology.base import Topology
 from ..transforms.common import zeros_like
 from ..wire.buffers import fuse_bytes, stack_by_shape, unstack
 from ..wire.codec import TreeCodec
@@ -18,7 +17,7 @@ from ..wire.shards import map_groups
 from .method import StepContext
 
 
-def init_copy(name: str, params: PyTree, topology: Topology) -> dict[str, PyTree]:
+def init_copy(name: str, params: PyTree) -> dict[str, PyTree]:
     """Copies of the models, of which each worker has its own."""
     # All workers start from one model, so that the copies of it are equal and pull nowhere.
     return {name: params, "pull": zeros_like(params)}
