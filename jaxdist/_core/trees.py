@@ -1,6 +1,7 @@
 """Small functions over pytrees and their paths."""
 
 import re
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,13 @@ import jax.numpy as jnp
 from .compat import host_compute, is_on_host
 from .dtypes import widen, working_dtype
 from .types import Array, Flag, Int, PyTree, State
+
+
+def select_leaves(tree: PyTree, members: Collection[int]) -> PyTree:
+    """The tree with `None` in place of all leaves but those at these positions: a leaf keeps its path."""
+    leaves, structure = jax.tree.flatten(tree)
+    chosen = set(members)
+    return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
 
 
 def tree_where(condition: Flag, yes: PyTree, no: PyTree) -> PyTree:

@@ -1,14 +1,16 @@
 """CHOCO-SGD: gossip of compressed differences to public copies of the models."""
 
-from functools import partial
+from typing import NamedTuple
 
 import jax
 
 from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.trees import minus, plus
+from .._core.types import PyTree
 from ..compressors.compressor import Compressor
 from ..compressors.scaled import contraction_form
+from ..topology.base import Topology
 from .exchange import exchange, init_copy
 from .method import Method, StepContext, StepResult, check_undirected
 
@@ -56,15 +58,25 @@ def choco(compressor: Compressor, *, step_size: float | int) -> Method:
       Communication Compression", arXiv:1907.09356, 2020 (the order of the steps).
     """
     check_range("step_size", step_size, 0, 1, ends="(]")
-    step = partial(_choco_step, contraction_form(compressor, closest=True), step_size)
-    return Method(partial(check_undirected, method="choco"), partial(init_copy, "public"), step, flattens=True)
+    choco = _Choco(contraction_form(compressor, closest=True), step_size)
+    return Method(choco.prepare, choco.init, choco.step, flattens=True)
 
 
-def _choco_step(compressor: Compressor, step_size: float | int, context: StepContext) -> StepResult:
-    public, pull = context.state["public"], context.state["pull"]
-    steps, inner = context.adapt(context.gradients)
-    # x_i += u_i + γ Σ_j W_ij (x̂_j - x̂_i). The pull is that of the previous exchange.
-    params = plus(plus(context.params, steps), jax.tree.map(lambda x: step_size * x, pull))
-    # q_i = C(x_i - x̂_i),  x̂_i += q_i
-    own, from_neighbors = exchange(context, compressor, minus(params, public))
-    return StepResult(params, inner, {"public": plus(public, own), "pull": plus(pull, from_neighbors)})
+class _Choco(NamedTuple):
+    compressor: Compressor
+    step_size: float | int
+
+    def prepare(self, topology: Topology) -> Topology:
+        return check_undirected(topology, "choco")
+
+    def init(self, params: PyTree, topology: Topology) -> dict[str, PyTree]:
+        return init_copy("public", params)
+
+    def step(self, context: StepContext) -> StepResult:
+        public, pull = context.state["public"], context.state["pull"]
+        steps, inner = context.adapt(context.gradients)
+        # x_i += u_i + γ Σ_j W_ij (x̂_j - x̂_i). The pull is that of the previous exchange.
+        params = plus(plus(context.params, steps), jax.tree.map(lambda x: self.step_size * x, pull))
+        # q_i = C(x_i - x̂_i),  x̂_i += q_i
+        own, from_neighbors = exchange(context, self.compressor, minus(params, public))
+        return StepResult(params, inner, {"public": plus(public, own), "pull": plus(pull, from_neighbors)})

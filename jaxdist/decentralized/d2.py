@@ -1,6 +1,5 @@
 """D²: local steps corrected by the last ones, for data that differ between workers."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -63,18 +62,18 @@ def d2(*, exact_diffusion: bool | None = None) -> Method:
       Tang, Lian, Yan, Zhang, Liu, "D²: Decentralized Training over Decentralized Data", arXiv:1803.07068, 2018. Yuan,
       Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning", arXiv:1702.05122, 2019.
     """
-    return Method(partial(_prepare_d2, exact_diffusion), _init_d2, _d2_step)
 
+    def prepare(topology: Topology) -> Topology:
+        smallest = smallest_eigenvalue(check_undirected(topology, "d2"))
+        if exact_diffusion is False and smallest <= SMALLEST_EIGENVALUE:
+            raise ValueError(
+                f"d2 diverges on {topology.name}: its smallest eigenvalue is {smallest:.3f}, and must be above -1/3; "
+                "leave out exact_diffusion=False"
+            )
+        use_lazy = smallest <= SMALLEST_EIGENVALUE if exact_diffusion is None else exact_diffusion
+        return lazy(topology) if use_lazy else topology
 
-def _prepare_d2(exact_diffusion: bool | None, topology: Topology) -> Topology:
-    smallest = smallest_eigenvalue(check_undirected(topology, "d2"))
-    if exact_diffusion is False and smallest <= SMALLEST_EIGENVALUE:
-        raise ValueError(
-            f"d2 diverges on {topology.name}: its smallest eigenvalue is {smallest:.3f}, and must be above -1/3; leave "
-            "out exact_diffusion=False"
-        )
-    use_lazy = smallest <= SMALLEST_EIGENVALUE if exact_diffusion is None else exact_diffusion
-    return lazy(topology) if use_lazy else topology
+    return Method(prepare, _init_d2, _d2_step)
 
 
 class CorrectionState(NamedTuple):

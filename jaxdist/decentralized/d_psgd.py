@@ -1,7 +1,6 @@
 """D-PSGD: each worker averages its model with those of its neighbors."""
 
-from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +59,9 @@ def d_psgd(*, order: Order = "adapt_then_combine", interval: int = 1) -> Method:
     """
     check_order(order)
     check_interval(interval)
-    step = adapt_then_combine if order == "adapt_then_combine" else _combine_then_adapt
-    return Method(check_doubly_stochastic, lambda params, topology: (), partial(step, interval))
+    gossip = _DPSGD(interval)
+    step = gossip.adapt_then_combine if order == "adapt_then_combine" else gossip.combine_then_adapt
+    return Method(check_doubly_stochastic, lambda params, topology: (), step)
 
 
 def check_order(order: str) -> None:
@@ -70,24 +70,28 @@ def check_order(order: str) -> None:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
 
 
-def adapt_then_combine(interval: int, context: StepContext) -> StepResult:
-    """A step, then the average with the neighbors."""
-    # x_i <- Σ_j W_ij (x_j + u_j)
-    steps, inner = context.adapt(context.gradients)
-    return StepResult(_mix_every(interval, context, plus(context.params, steps)), inner, ())
+class _DPSGD(NamedTuple):
+    interval: int
 
+    def adapt_then_combine(self, context: StepContext) -> StepResult:
+        """A step, then the average with the neighbors."""
+        # x_i <- Σ_j W_ij (x_j + u_j)
+        steps, inner = context.adapt(context.gradients)
+        return StepResult(self._mix(context, plus(context.params, steps)), inner, ())
 
-def _combine_then_adapt(interval: int, context: StepContext) -> StepResult:
-    # x_i <- u_i + Σ_j W_ij x_j, whose messages do not wait for the gradient.
-    combined = _mix_every(interval, context, wide(context.params))
-    steps, inner = context.adapt(context.gradients)
-    return StepResult(plus(combined, steps), inner, ())
+    def combine_then_adapt(self, context: StepContext) -> StepResult:
+        # x_i <- u_i + Σ_j W_ij x_j, whose messages do not wait for the gradient.
+        combined = self._mix(context, wide(context.params))
+        steps, inner = context.adapt(context.gradients)
+        return StepResult(plus(combined, steps), inner, ())
 
+    def _mix(self, context: StepContext, tree: PyTree) -> PyTree:
+        """`Σ_j W_ij x_j` in every `interval`-th step, and `x_i` in the steps between."""
 
-def _mix_every(interval: int, context: StepContext, tree: PyTree) -> PyTree:
-    """`Σ_j W_ij x_j` in every `interval`-th step, and `x_i` in the steps between."""
-    delta = partial(mixing_delta, like=context.params)
-    return plus(tree, every_n_steps(context, interval, delta, _zero_delta, tree))
+        def delta(context: StepContext, tree: PyTree) -> PyTree:
+            return mixing_delta(context, tree, like=context.params)
+
+        return plus(tree, every_n_steps(context, self.interval, delta, _zero_delta, tree))
 
 
 def _zero_delta(comm: Comm, tree: PyTree) -> PyTree:

@@ -1,7 +1,7 @@
 """DCD-PSGD: gossip of compressed differences, with replicas of the neighbors' models."""
 
 from collections.abc import Callable
-from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,50 +57,66 @@ def dcd_psgd(compressor: Compressor, *, interval: int = 1, replicas: bool = Fals
       et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     check_interval(interval)
-    init = _init_replicas if replicas else partial(init_copy, "known")
-    step = partial(_dcd_step, interval, partial(_exchange_replicas if replicas else _exchange_sum, compressor))
-    return Method(partial(check_undirected, method="dcd_psgd"), init, step, flattens=True)
+    dcd = _DCD(compressor, interval)
+    if replicas:
+        return Method(dcd.prepare, dcd.init_replicas, dcd.step_with_replicas, flattens=True)
+    return Method(dcd.prepare, dcd.init, dcd.step, flattens=True)
 
 
-def _dcd_step(interval: int, communicate: Callable[..., tuple[PyTree, PyTree]], context: StepContext) -> StepResult:
-    steps, inner = context.adapt(context.gradients)
-    params = plus(context.params, steps)
-    params, state = every_n_steps(context, interval, communicate, _keep, params, context.state)
-    return StepResult(params, inner, state)
+class _DCD(NamedTuple):
+    compressor: Compressor
+    interval: int
+
+    def prepare(self, topology: Topology) -> Topology:
+        return check_undirected(topology, "dcd_psgd")
+
+    def init(self, params: PyTree, topology: Topology) -> dict[str, PyTree]:
+        return init_copy("known", params)
+
+    def init_replicas(self, params: PyTree, topology: Topology) -> dict[str, PyTree]:
+        # This worker's model is in row 0, and the source of message k in row k + 1.
+        rows = 1 + len(topology.rounds[0].messages)
+        return {"replicas": jax.tree.map(lambda x: jnp.stack([x] * rows), params)}
+
+    def step(self, context: StepContext) -> StepResult:
+        return self._adapt_and_communicate(context, self._exchange_sum)
+
+    def step_with_replicas(self, context: StepContext) -> StepResult:
+        return self._adapt_and_communicate(context, self._exchange_replicas)
+
+    def _adapt_and_communicate(
+        self, context: StepContext, communicate: Callable[..., tuple[PyTree, PyTree]]
+    ) -> StepResult:
+        steps, inner = context.adapt(context.gradients)
+        params = plus(context.params, steps)
+        params, state = every_n_steps(context, self.interval, communicate, _keep, params, context.state)
+        return StepResult(params, inner, state)
+
+    def _exchange_sum(
+        self, context: StepContext, params: PyTree, state: dict[str, PyTree]
+    ) -> tuple[PyTree, dict[str, PyTree]]:
+        known, pull = state["known"], state["pull"]
+        # q_i = C(Σ_j W_ij (x_j - x_i) + u_i),  x_i += q_i. Where rounding has moved the parameters off their decoded
+        # form, that difference is sent too.
+        own, from_neighbors = exchange(context, self.compressor, plus(minus(params, known), pull))
+        known = plus(known, own)
+        return known, {"known": known, "pull": plus(pull, from_neighbors)}
+
+    def _exchange_replicas(
+        self, context: StepContext, params: PyTree, state: dict[str, PyTree]
+    ) -> tuple[PyTree, dict[str, PyTree]]:
+        rows = state["replicas"]
+        weights = [weight_of(context.comm, message.weights) for message in context.topology.rounds[0].messages]
+
+        # Σ_j W_ij (x_j - x_i) from this worker's copies of the models.
+        def pull_of(x: Array) -> Array:
+            return sum((times(x[k] - x[0], weight) for k, weight in enumerate(weights, start=1)), jnp.zeros_like(x[0]))
+
+        known, pull = jax.tree.map(lambda x: x[0], rows), jax.tree.map(pull_of, rows)
+        # Every row moves by the decoded step of its worker: x_j += q_j.
+        rows = plus(rows, exchange_rows(context, self.compressor, plus(minus(params, known), pull)))
+        return jax.tree.map(lambda x: x[0], rows), {"replicas": rows}
 
 
 def _keep(comm: Comm, params: PyTree, state: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
     return comm.varying(params), comm.varying(state)
-
-
-def _exchange_sum(
-    compressor: Compressor, context: StepContext, params: PyTree, state: dict[str, PyTree]
-) -> tuple[PyTree, dict[str, PyTree]]:
-    known, pull = state["known"], state["pull"]
-    # q_i = C(Σ_j W_ij (x_j - x_i) + u_i),  x_i += q_i. Where rounding has moved the parameters off their decoded form,
-    # that difference is sent too.
-    own, from_neighbors = exchange(context, compressor, plus(minus(params, known), pull))
-    known = plus(known, own)
-    return known, {"known": known, "pull": plus(pull, from_neighbors)}
-
-
-def _init_replicas(params: PyTree, topology: Topology) -> dict[str, PyTree]:
-    # This worker's model is in row 0, and the source of message k in row k + 1.
-    rows = 1 + len(topology.rounds[0].messages)
-    return {"replicas": jax.tree.map(lambda x: jnp.stack([x] * rows), params)}
-
-
-def _exchange_replicas(
-    compressor: Compressor, context: StepContext, params: PyTree, state: dict[str, PyTree]
-) -> tuple[PyTree, dict[str, PyTree]]:
-    rows = state["replicas"]
-    weights = [weight_of(context.comm, message.weights) for message in context.topology.rounds[0].messages]
-
-    # Σ_j W_ij (x_j - x_i) from this worker's copies of the models.
-    def pull_of(x: Array) -> Array:
-        return sum((times(x[k] - x[0], weight) for k, weight in enumerate(weights, start=1)), jnp.zeros_like(x[0]))
-
-    known, pull = jax.tree.map(lambda x: x[0], rows), jax.tree.map(pull_of, rows)
-    # Every row moves by the decoded step of its worker: x_j += q_j.
-    rows = plus(rows, exchange_rows(context, compressor, plus(minus(params, known), pull)))
-    return jax.tree.map(lambda x: x[0], rows), {"replicas": rows}

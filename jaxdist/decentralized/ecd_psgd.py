@@ -1,6 +1,5 @@
 """ECD-PSGD: gossip of compressed extrapolations of the models."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,6 +9,7 @@ from .._core.descriptions import with_description
 from .._core.trees import plus, wide
 from .._core.types import Array, PyTree
 from ..compressors.compressor import Compressor
+from ..topology.base import Topology
 from .exchange import exchange
 from .method import Method, StepContext, StepResult, check_undirected
 
@@ -50,9 +50,8 @@ def ecd_psgd(compressor: Compressor) -> Method:
             "ecd_psgd averages the compression noise over time, so it needs an unbiased compressor (variance ω): use "
             "qsgd, or choco with any compressor"
         )
-    step = partial(_ecd_step, compressor)
-    prepare = partial(check_undirected, method="ecd_psgd")
-    return Method(prepare, lambda params, topology: EstimateState(params), step, flattens=True)
+    ecd = _ECD(compressor)
+    return Method(ecd.prepare, ecd.init, ecd.step, flattens=True)
 
 
 class EstimateState(NamedTuple):
@@ -63,19 +62,29 @@ class EstimateState(NamedTuple):
     keeps_apart = "estimates, from which the next step starts in place of the parameters"
 
 
-def _ecd_step(compressor: Compressor, context: StepContext) -> StepResult:
-    mixed = context.state.mixed
-    steps, inner = context.adapt(context.gradients)
-    # x' = Σ_j W_ij x̃_j + u
-    params = plus(mixed, steps)
-    # The count starts at 0, and the formula's `t` at 2.
-    t = context.count.astype(jnp.float32) + 2
+class _ECD(NamedTuple):
+    compressor: Compressor
 
-    # z = (1 - t/2) x + (t/2) x' = x' + (t/2 - 1) (x' - x)
-    def extrapolate(old: Array, new: Array) -> Array:
-        return new + (t / 2 - 1).astype(new.dtype) * (new - old)
+    def prepare(self, topology: Topology) -> Topology:
+        return check_undirected(topology, "ecd_psgd")
 
-    own, from_neighbors = exchange(context, compressor, jax.tree.map(extrapolate, wide(context.params), params))
-    # Σ_j W_ij x̃_j <- (1 - 2/t) Σ_j W_ij x̃_j + (2/t) Σ_j W_ij C(z_j)
-    mixed = jax.tree.map(lambda s, z: s + (2 / t).astype(s.dtype) * (z - s), mixed, plus(own, from_neighbors))
-    return StepResult(params, inner, EstimateState(mixed))
+    def init(self, params: PyTree, topology: Topology) -> EstimateState:
+        return EstimateState(params)
+
+    def step(self, context: StepContext) -> StepResult:
+        mixed = context.state.mixed
+        steps, inner = context.adapt(context.gradients)
+        # x' = Σ_j W_ij x̃_j + u
+        params = plus(mixed, steps)
+        # The count starts at 0, and the formula's `t` at 2.
+        t = context.count.astype(jnp.float32) + 2
+
+        # z = (1 - t/2) x + (t/2) x' = x' + (t/2 - 1) (x' - x)
+        def extrapolate(old: Array, new: Array) -> Array:
+            return new + (t / 2 - 1).astype(new.dtype) * (new - old)
+
+        z = jax.tree.map(extrapolate, wide(context.params), params)
+        own, from_neighbors = exchange(context, self.compressor, z)
+        # Σ_j W_ij x̃_j <- (1 - 2/t) Σ_j W_ij x̃_j + (2/t) Σ_j W_ij C(z_j)
+        mixed = jax.tree.map(lambda s, c: s + (2 / t).astype(s.dtype) * (c - s), mixed, plus(own, from_neighbors))
+        return StepResult(params, inner, EstimateState(mixed))

@@ -7,18 +7,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.dtypes import working_dtype
 from .._core.types import Array, Payload, PyTree
 from ..compressors.compressor import Compressor
-from ..topology.base import Topology
 from ..transforms.common import zeros_like
 from ..wire.buffers import fuse_bytes, stack_by_shape, unstack
+from ..wire.codec import TreeCodec
 from ..wire.mixing import times, weight_of
 from ..wire.shards import map_groups
 from .method import StepContext
 
 
-def init_copy(name: str, params: PyTree, topology: Topology) -> dict[str, PyTree]:
+def init_copy(name: str, params: PyTree) -> dict[str, PyTree]:
     """Returns the first copy of the model, called `name`, and the pull of the neighbors' copies on it."""
     # All workers start from one model, so that the copies of it are equal and pull nowhere.
     return {name: params, "pull": zeros_like(params)}
@@ -65,9 +64,9 @@ def exchange_rows(context: StepContext, compressor: Compressor, tree: PyTree) ->
     groups, stacks, payloads, received = _send_payloads(context, compressor, leaves)
     # One operation decodes all rows, so that the copies of a payload are equal in every bit, fused or not.
     rows = jax.tree.map(lambda *parts: jnp.stack(parts), payloads, *(arrived for _, arrived in received))
+    decode_stack = partial(_codec(compressor).decode_stack, wide=True)
     decoded = [
-        jax.vmap(partial(_decode_stack, compressor, stack))(payload)
-        for payload, stack in zip(rows, stacks, strict=True)
+        jax.vmap(decode_stack, in_axes=(0, None))(payload, stack) for payload, stack in zip(rows, stacks, strict=True)
     ]
     # Where nothing arrived the payload is all zeros, which may decode to anything.
     is_received = jnp.stack([jnp.asarray(weight != 0) for weight in (1.0, *(weight for weight, _ in received))])
@@ -95,17 +94,13 @@ def compress_leaves(
     """Compresses leaves of one shape together; returns the positions of each group, its stack, and its payload."""
     key = context.key if compressor.shared_key else jax.random.fold_in(context.key, context.comm.index)
     groups, stacks = stack_by_shape(leaves)
-    # Each leaf has its own key, by its position in the tree.
-    keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
-    return groups, stacks, [jax.vmap(compressor.compress)(x, key) for x, key in zip(stacks, keys, strict=True)]
+    return groups, stacks, _codec(compressor).encode(groups, stacks, key)
 
 
 def decode_leaves(compressor: Compressor, payloads: Sequence[Payload], stacks: Sequence[Array]) -> list[Array]:
-    """Decodes the payloads of one worker, one for each stack."""
-    return [_decode_stack(compressor, stack, payload) for payload, stack in zip(payloads, stacks, strict=True)]
+    """Decodes one worker's payloads, in float32 or better."""
+    return _codec(compressor).decode(payloads, stacks, wide=True)
 
 
-def _decode_stack(compressor: Compressor, stack: Array, payloads: Payload) -> Array:
-    """Decodes the payloads of the rows of a stack in float32 or better."""
-    like = jax.ShapeDtypeStruct(stack.shape[1:], working_dtype(stack.dtype))
-    return jax.vmap(lambda payload: compressor.decompress(payload, like))(payloads)
+def _codec(compressor: Compressor) -> TreeCodec:
+    return TreeCodec(compressor, maps_single=True)

@@ -1,6 +1,5 @@
 """Quasi-global Adam: moments from the change of the averaged model instead of local gradients."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -48,8 +47,8 @@ def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: flo
     check_range("b1", b1, 0, 1)
     check_range("b2", b2, 0, 1)
     check_range("eps", eps, 0)
-    step = partial(_adam_step, b1, b2, eps)
-    return Method(check_doubly_stochastic, _init_adam, step, entrywise=False)
+    adam = _QuasiGlobalAdam(b1, b2, eps)
+    return Method(check_doubly_stochastic, adam.init, adam.step, entrywise=False)
 
 
 class MomentsState(NamedTuple):
@@ -64,33 +63,38 @@ class MomentsState(NamedTuple):
     buffer_fields = ("first", "second", "count")
 
 
-def _init_adam(params: PyTree, topology: Topology) -> MomentsState:
-    return MomentsState(zeros_like(params), zeros_like(params), jnp.zeros((), jnp.int32))
+class _QuasiGlobalAdam(NamedTuple):
+    b1: float | int
+    b2: float | int
+    eps: float | int
 
+    def init(self, params: PyTree, topology: Topology) -> MomentsState:
+        return MomentsState(zeros_like(params), zeros_like(params), jnp.zeros((), jnp.int32))
 
-def _adam_step(b1: float | int, b2: float | int, eps: float | int, context: StepContext) -> StepResult:
-    # m = β1 m̂ + (1 - β1) g,   v = β2 v̂ + (1 - β2) g²
-    first, second = _update_moments(b1, b2, context.state, wide(context.gradients))
-    # Bias corrections 1 - β^t.
-    count = next_count(context.state.count)
-    t = count.astype(jnp.float32)
-    corrections = [1 - jnp.asarray(beta, jnp.float32) ** t for beta in (b1, b2)]
+    def step(self, context: StepContext) -> StepResult:
+        # m = β1 m̂ + (1 - β1) g,   v = β2 v̂ + (1 - β2) g²
+        first, second = self._update_moments(context.state, wide(context.gradients))
+        # Bias corrections 1 - β^t.
+        count = next_count(context.state.count)
+        t = count.astype(jnp.float32)
+        corrections = [1 - jnp.asarray(beta, jnp.float32) ** t for beta in (self.b1, self.b2)]
 
-    # m / (1 - β1^t) / (√(v / (1 - β2^t)) + ε)
-    def adam_direction(m: Array, v: Array) -> Array:
-        of_first, of_second = (c.astype(m.dtype) for c in corrections)
-        return m / of_first / (jnp.sqrt(v / of_second) + eps)
+        # m / (1 - β1^t) / (√(v / (1 - β2^t)) + ε)
+        def adam_direction(m: Array, v: Array) -> Array:
+            of_first, of_second = (c.astype(m.dtype) for c in corrections)
+            return m / of_first / (jnp.sqrt(v / of_second) + self.eps)
 
-    steps, inner = context.adapt(optax.tree.cast_like(jax.tree.map(adam_direction, first, second), context.gradients))
-    params = mix(context, plus(context.params, steps), like=context.params)
-    # d̂ = d / |d|; the small number keeps a step of zero finite.
-    change = minus(context.params, params)
-    norm = optax.tree.norm(change)
-    change = jax.tree.map(lambda d: d / (norm + 1e-8).astype(d.dtype), change)
-    first, second = _update_moments(b1, b2, context.state, change)
-    return StepResult(params, inner, MomentsState(first, second, count))
+        steps, inner = context.adapt(
+            optax.tree.cast_like(jax.tree.map(adam_direction, first, second), context.gradients)
+        )
+        params = mix(context, plus(context.params, steps), like=context.params)
+        # d̂ = d / |d|; the small number keeps a step of zero finite.
+        change = minus(context.params, params)
+        norm = optax.tree.norm(change)
+        change = jax.tree.map(lambda d: d / (norm + 1e-8).astype(d.dtype), change)
+        first, second = self._update_moments(context.state, change)
+        return StepResult(params, inner, MomentsState(first, second, count))
 
-
-def _update_moments(b1: float | int, b2: float | int, old: MomentsState, x: Updates) -> tuple[Updates, Updates]:
-    """`β1 m̂ + (1 - β1) x` and `β2 v̂ + (1 - β2) x²`."""
-    return moving_average(old.first, x, b1), moving_average(old.second, jax.tree.map(jnp.square, x), b2)
+    def _update_moments(self, old: MomentsState, x: Updates) -> tuple[Updates, Updates]:
+        """`β1 m̂ + (1 - β1) x` and `β2 v̂ + (1 - β2) x²`."""
+        return moving_average(old.first, x, self.b1), moving_average(old.second, jax.tree.map(jnp.square, x), self.b2)

@@ -1,6 +1,5 @@
 """Quasi-global momentum: momentum from the change of the averaged model instead of local gradients."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -68,17 +67,8 @@ def quasi_global_momentum(
     check_range("decay", decay, 0, 1)
     method = d_psgd() if method is None else method
 
-    def init(params: PyTree, topology: Topology) -> MomentumState:
-        return MomentumState(zeros_like(params), method.init(params, topology))
-
-    step = partial(_momentum_step, learning_rate, momentum, decay, nesterov, method)
-    return Method(
-        lambda topology: method.prepare(check_doubly_stochastic(topology)),
-        init,
-        step,
-        method.entrywise,
-        method.flattens,
-    )
+    quasi_global = _QuasiGlobalMomentum(learning_rate, momentum, decay, nesterov, method)
+    return Method(quasi_global.prepare, quasi_global.init, quasi_global.step, method.entrywise, method.flattens)
 
 
 class MomentumState(NamedTuple):
@@ -91,38 +81,45 @@ class MomentumState(NamedTuple):
     buffer_fields = ("momentum",)
 
 
-def _momentum_step(
-    learning_rate: LearningRate | None,
-    beta: float | int,
-    mu: float | int,
-    nesterov: bool,
-    method: Method,
-    context: StepContext,
-) -> StepResult:
-    # m = β m̂ + g. Each step starts from the quasi-global m̂, so `m` itself is not kept.
-    kept, gradient = context.state.momentum, wide(context.gradients)
-    velocity = jax.tree.map(lambda m, g: beta * m + g, kept, gradient)
-    direction = jax.tree.map(lambda m, g: g + beta * m, velocity, gradient) if nesterov else velocity
-    # x' = W (x + u(m)), or what the method makes of it
-    direction = optax.tree.cast_like(direction, context.gradients)
-    params, inner, state = method.step(context._replace(gradients=direction, state=context.state.method))
-    # m̂ <- μ m̂ + (1 - μ) (x - x') / γ, and m̂ where γ is 0.
-    rate = _learning_rate(learning_rate, context)
-    change = minus(context.params, params)
+class _QuasiGlobalMomentum(NamedTuple):
+    """In the formulas `momentum` is `β`, and `decay` is `μ`."""
 
-    def follow_change(old: Array, x: Array) -> Array:
-        gamma = rate.astype(x.dtype)
-        return jnp.where(gamma > 0, mu * old + (1 - mu) * x / jnp.where(gamma > 0, gamma, 1), old)
+    learning_rate: LearningRate | None
+    momentum: float | int
+    decay: float | int
+    nesterov: bool
+    method: Method
 
-    return StepResult(params, inner, MomentumState(jax.tree.map(follow_change, kept, change), state))
+    def prepare(self, topology: Topology) -> Topology:
+        return self.method.prepare(check_doubly_stochastic(topology))
 
+    def init(self, params: PyTree, topology: Topology) -> MomentumState:
+        return MomentumState(zeros_like(params), self.method.init(params, topology))
 
-def _learning_rate(learning_rate: LearningRate | None, context: StepContext) -> Array:
-    if context.learning_rate is not None:
-        return context.learning_rate
-    if learning_rate is None:
-        raise ValueError(
-            "quasi-global momentum divides by the rate of the inner optimizer, and there is none: give "
-            "quasi_global_momentum(learning_rate), or learning_rate= to the update"
-        )
-    return rate_at(learning_rate, context.count)
+    def step(self, context: StepContext) -> StepResult:
+        # m = β m̂ + g. Each step starts from the quasi-global m̂, so `m` itself is not kept.
+        kept, gradient = context.state.momentum, wide(context.gradients)
+        velocity = jax.tree.map(lambda m, g: self.momentum * m + g, kept, gradient)
+        direction = jax.tree.map(lambda m, g: g + self.momentum * m, velocity, gradient) if self.nesterov else velocity
+        # x' = W (x + u(m)), or what the method makes of it
+        direction = optax.tree.cast_like(direction, context.gradients)
+        params, inner, state = self.method.step(context._replace(gradients=direction, state=context.state.method))
+        # m̂ <- μ m̂ + (1 - μ) (x - x') / γ, and m̂ where γ is 0.
+        rate = self._learning_rate(context)
+        change = minus(context.params, params)
+
+        def follow_change(old: Array, x: Array) -> Array:
+            gamma = rate.astype(x.dtype)
+            return jnp.where(gamma > 0, self.decay * old + (1 - self.decay) * x / jnp.where(gamma > 0, gamma, 1), old)
+
+        return StepResult(params, inner, MomentumState(jax.tree.map(follow_change, kept, change), state))
+
+    def _learning_rate(self, context: StepContext) -> Array:
+        if context.learning_rate is not None:
+            return context.learning_rate
+        if self.learning_rate is None:
+            raise ValueError(
+                "quasi-global momentum divides by the rate of the inner optimizer, and there is none: give "
+                "quasi_global_momentum(learning_rate), or learning_rate= to the update"
+            )
+        return rate_at(self.learning_rate, context.count)

@@ -1,7 +1,5 @@
 """SAPS-PSGD: gossip with one neighbor at a time, of the same few random entries."""
 
-from functools import partial
-
 import jax
 
 from .._core.descriptions import with_description
@@ -59,16 +57,16 @@ def saps_psgd(compressor: Compressor) -> Method:
             f"saps_psgd needs a compressor that keeps the same entries on all workers, got {compressor}: use random_k "
             "without unbiased=True, or choco on a static graph"
         )
-    return Method(check_doubly_stochastic, lambda params, topology: (), partial(_saps_step, compressor), flattens=True)
 
+    def step(context: StepContext) -> StepResult:
+        steps, inner = context.adapt(context.gradients)
+        params = plus(context.params, steps)
+        leaves, structure = jax.tree.flatten(params)
+        groups, stacks, payloads = compress_leaves(context, compressor, leaves)
+        # C is linear: Σ_j W_ij C(x_j) is the code whose entries are averages.
+        mixed = mix(context, payloads)
+        pairs = zip(*(decode_leaves(compressor, codes, stacks) for codes in (mixed, payloads)), strict=True)
+        changes = structure.unflatten(unstack(groups, [new - old for new, old in pairs]))
+        return StepResult(plus(params, changes), inner, ())
 
-def _saps_step(compressor: Compressor, context: StepContext) -> StepResult:
-    steps, inner = context.adapt(context.gradients)
-    params = plus(context.params, steps)
-    leaves, structure = jax.tree.flatten(params)
-    groups, stacks, payloads = compress_leaves(context, compressor, leaves)
-    # C is linear: Σ_j W_ij C(x_j) is the code whose entries are averages.
-    mixed = mix(context, payloads)
-    pairs = zip(*(decode_leaves(compressor, codes, stacks) for codes in (mixed, payloads)), strict=True)
-    changes = structure.unflatten(unstack(groups, [new - old for new, old in pairs]))
-    return StepResult(plus(params, changes), inner, ())
+    return Method(check_doubly_stochastic, lambda params, topology: (), step, flattens=True)

@@ -11,7 +11,7 @@ from .._core.trees import plus, wide
 from .._core.types import Array, Float, PyTree, Updates
 from ..topology.base import TOLERANCE, Topology, matrices
 from ..topology.spectrum import is_doubly_stochastic
-from .d_psgd import adapt_then_combine
+from .d_psgd import d_psgd
 from .method import Method, StepContext, StepResult, check_connected, mix
 
 
@@ -86,7 +86,7 @@ def _init_weight(params: PyTree, topology: Topology) -> PyTree:
 def _push(context: StepContext) -> StepResult:
     # With w = 1 always this is D-PSGD.
     if not jax.tree.leaves(context.state):
-        return adapt_then_combine(1, context)
+        return d_psgd().step(context)
     steps, inner = context.adapt(context.gradients)
     # x = w z + u,  x <- P x,  w <- P w,  z = x / w
     weight = context.state.weight

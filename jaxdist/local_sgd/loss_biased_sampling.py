@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -88,53 +87,53 @@ def loss_biased_sampling(examples: int, *, pool: int, axis: AxisNames = "data") 
     """
     if not 1 <= pool <= examples:
         raise ValueError(f"pool must be between 1 and the {examples} examples, got {pool}")
-    return LossBiasedSampling(
-        partial(_init, examples, pool, axis), partial(_draw, examples), partial(_record, pool, axis)
-    )
+    sampling = _LossBiased(examples, pool, axis)
+    return LossBiasedSampling(sampling.init, sampling.draw, sampling.record)
 
 
-def _init(examples: int, pool: int, axis: AxisNames) -> LossTable:
-    # Separate buffers: states may be donated.
-    unknown, recent = (jnp.full(examples, math.inf, jnp.float32) for _ in range(2))
-    return LossTable(unknown, jnp.arange(pool), bind(PerWorker(recent, resize="copy"), axis))
+class _LossBiased(NamedTuple):
+    examples: int
+    pool: int
+    axis: AxisNames
 
+    def init(self) -> LossTable:
+        # Separate buffers: states may be donated.
+        unknown, recent = (jnp.full(self.examples, math.inf, jnp.float32) for _ in range(2))
+        return LossTable(unknown, jnp.arange(self.pool), bind(PerWorker(recent, resize="copy"), self.axis))
 
-def _draw(
-    examples: int, table: LossTable, key: Key[Array, ""], size: int, biased: Flag | Bool[Array, ""]
-) -> Int[Array, " size"]:
-    # One draw of numbers below the size of the pool or of the data set, whichever this worker uses.
-    limit = jnp.where(biased, len(table.hardest), examples)
-    drawn = jax.random.randint(key, (size,), 0, limit)
-    return jnp.where(biased, table.hardest[jnp.minimum(drawn, len(table.hardest) - 1)], drawn)
+    def draw(
+        self, table: LossTable, key: Key[Array, ""], size: int, biased: Flag | Bool[Array, ""]
+    ) -> Int[Array, " size"]:
+        # One draw of numbers below the size of the pool or of the data set, whichever this worker uses.
+        limit = jnp.where(biased, len(table.hardest), self.examples)
+        drawn = jax.random.randint(key, (size,), 0, limit)
+        return jnp.where(biased, table.hardest[jnp.minimum(drawn, len(table.hardest) - 1)], drawn)
 
+    def record(
+        self,
+        table: LossTable,
+        drawn: Int[Array, " size"],
+        losses: Float[Array, " size"],
+        exchange: Flag,
+        active: Flag = True,
+    ) -> LossTable:
+        comm = over(self.axis)
+        if varies_somewhere(jnp.asarray(exchange), self.axis):
+            raise ValueError("exchange must be equal on all workers: derive it from the count of steps")
+        recent = comm.varying(table.recent.value)
+        # The same example twice in a batch has the same loss twice, so the order of writing does not matter.
+        recent = jnp.where(active, recent.at[drawn].set(losses.astype(recent.dtype)), recent)
+        losses, hardest, recent = comms.cond(
+            jnp.asarray(exchange), self._exchange, _keep, comm, table.losses, table.hardest, recent
+        )
+        return LossTable(losses, hardest, with_value(table.recent, recent))
 
-def _record(
-    pool: int,
-    axis: AxisNames,
-    table: LossTable,
-    drawn: Int[Array, " size"],
-    losses: Float[Array, " size"],
-    exchange: Flag,
-    active: Flag = True,
-) -> LossTable:
-    comm = over(axis)
-    if varies_somewhere(jnp.asarray(exchange), axis):
-        raise ValueError("exchange must be equal on all workers: derive it from the count of steps")
-    recent = comm.varying(table.recent.value)
-    # The same example twice in a batch has the same loss twice, so the order of writing does not matter.
-    recent = jnp.where(active, recent.at[drawn].set(losses.astype(recent.dtype)), recent)
-    losses, hardest, recent = comms.cond(
-        jnp.asarray(exchange), partial(_exchange, pool), _keep, comm, table.losses, table.hardest, recent
-    )
-    return LossTable(losses, hardest, with_value(table.recent, recent))
-
-
-def _exchange(pool: int, comm: Comm, losses: Array, hardest: Array, recent: Array) -> tuple[Array, Array, Array]:
-    # The minimum over workers, by a maximum of negatives.
-    seen = -comm.max(-recent)
-    # ℓ_k <- min_i ℓ_ik where a worker has drawn example k in this round.
-    losses = jnp.where(jnp.isfinite(seen), seen, losses)
-    return losses, lax.top_k(losses, pool)[1].astype(hardest.dtype), jnp.full_like(recent, math.inf)
+    def _exchange(self, comm: Comm, losses: Array, hardest: Array, recent: Array) -> tuple[Array, Array, Array]:
+        # The minimum over workers, by a maximum of negatives.
+        seen = -comm.max(-recent)
+        # ℓ_k <- min_i ℓ_ik where a worker has drawn example k in this round.
+        losses = jnp.where(jnp.isfinite(seen), seen, losses)
+        return losses, lax.top_k(losses, self.pool)[1].astype(hardest.dtype), jnp.full_like(recent, math.inf)
 
 
 def _keep(comm: Comm, losses: Array, hardest: Array, recent: Array) -> tuple[Array, Array, Array]:

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from .._core.jaxprs import CASTS, ELEMENTWISE, evaluate
+from .._core.trees import select_leaves
 from .._core.types import PyTree, State, Updates
 from ..comm.base import Comm
 from ..reducers.reducer import Extras, Reducer
 from ..state.marks import Sharded, flatten_marks, is_mark, with_value
-from ..wire.shards import group_by_sharding, map_groups, select_leaves, whole_likes
+from ..wire.shards import group_by_sharding, map_groups, whole_likes
 
 
 class _Entries(NamedTuple):

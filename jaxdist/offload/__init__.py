@@ -1,6 +1,6 @@
 """Models larger than a device: state in host memory or on disk, and layers computed in tiles."""
 
-from .host import delayed as delayed
+from .delayed import delayed as delayed
 from .host import host as host
 from .layers.base import StreamedLayers as StreamedLayers
 from .layers.base import nvme_layers as nvme_layers

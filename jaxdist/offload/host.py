@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.checks import check_count, check_range
+from .._core.checks import check_range
 from .._core.compat import varying_axes
-from .._core.dtypes import round_to
 from .._core.trees import is_key, to_device
-from .._core.types import Array, Int, PyTree, State, Updates
+from .._core.types import PyTree, State, Updates
 from ..state.marks import OnHost, is_mark
 from ..transforms.extra_args import with_extra_args
-from ..transforms.mistakes import communicates
-from .host_update import run
-from .program import flatten
+from ..transforms.master import follow_parameter
+from .delayed import delayed as with_delay
+from .host_update.flatten import flatten
+from .host_update.run import run
 
 TILE_BYTES = 64 * 2**20
 MISSING = "offload.host with master_dtype needs the parameters: call update(gradients, state, params)"
@@ -96,7 +96,7 @@ def host(
     if master_dtype is not None:
         inner = _with_master(inner, master_dtype)
     if delayed is not False:
-        inner = _with_delay(inner, 0 if delayed is True else delayed)
+        inner = with_delay(inner, 0 if delayed is True else delayed)
     tx = _Host(with_extra_args(inner), compute, delayed is not False, tile_bytes)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
@@ -162,7 +162,7 @@ def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.Gradi
         # A synchronizer around may have moved the parameters: the master follows, and keeps what they cannot hold.
         before = state.master
         if moved:
-            before = jax.tree.map(lambda m, p: m + (p.astype(m.dtype) - round_to(m, p.dtype)), before, params)
+            before = jax.tree.map(follow_parameter, before, params)
         steps, new = inner.update(updates, state.inner, before, **extra_args)
         master = optax.apply_updates(before, steps)
         # In `dtype`, unlike other updates: added to the parameter it gives the rounding exactly.
@@ -170,85 +170,3 @@ def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.Gradi
         return differences, MasterState(new, master)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-class DelayedState(NamedTuple):
-    """`inner`: the optimizer's state; `pending`: the gradients of the last step; `count` of steps."""
-
-    inner: State
-    pending: PyTree
-    count: Int[Array, ""]
-
-
-def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.GradientTransformationExtraArgs:
-    """Applies the gradients of one step in the next: `θ_{t+1} = θ_t + U(g_{t-1})` from step `start` on.
-
-    The update does not depend on the gradients of its own step, so that the host can compute it while the device
-    computes those. Steps before `start` are ordinary ones; step `start` applies nothing, and keeps its gradients. All
-    of `inner` sees the gradients of the last step, including norms for clipping.
-
-    Delay costs stability: on a quadratic of curvature `λ`, SGD converges for `ηλ < 1` instead of 2.
-
-    *On the wire*: nothing. Around a transformation that communicates it would keep gradients that differ between
-    workers; put it inside, `zero_redundancy(offload.delayed(inner))`, where it keeps this worker's shard of the mean.
-
-    *State*: `inner`'s, and the gradients (replicated, or sharded by `zero_redundancy`).
-
-    Args:
-      inner: the optimizer.
-      start: the first delayed step, counted from 0: 40 in the paper, because training is least stable at its start.
-        While `start` is positive, the compiled step must handle both cases, and each update waits for its own
-        gradients; pass `delay=True` to `update` in a program for steps from `start` on, `delay=False` in one for
-        earlier steps.
-
-    Returns:
-      A gradient transformation. Its `update` takes `delay=`: a Python `bool`, False if all steps of this program are
-      before `start`, True if none is.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax
-      >>> from jaxdist import offload
-      >>> tx = offload.delayed(optax.sgd(1.0))
-      >>> state = tx.init(jnp.zeros(()))
-      >>> first, state = tx.update(jnp.array(3.0), state)
-      >>> second, state = tx.update(jnp.array(5.0), state)
-      >>> float(first), float(second)
-      (0.0, -3.0)
-    """
-    check_count("start", start, 0)
-    inner = with_extra_args(inner)
-
-    def init_fn(params) -> DelayedState:
-        return DelayedState(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
-
-    def update_fn(updates, state, params=None, *, delay: Any = None, **extra_args):
-        given = sorted({"examples", "active"} & set(extra_args))
-        if given and delay is not False and any(map(communicates, jax.tree.leaves(state.inner, is_leaf=communicates))):
-            raise ValueError(
-                f"{given[0]}= of this call would weight the gradients of the last one: put delayed inside, "
-                "zero_redundancy(offload.delayed(inner)), or use all_reduce(reducer, delay=1)"
-            )
-        if delay is not None and not isinstance(delay, bool):
-            raise ValueError(f"delay must be a Python bool: it chooses between two programs; got {delay!r}")
-        kept = jax.tree.map(lambda g, old: g.astype(old.dtype), updates, state.pending)
-        if delay is False:
-            used = updates
-        elif delay or start == 0:
-            used = jax.tree.map(lambda g, old: old.astype(g.dtype), updates, state.pending)
-        else:
-            used = jax.tree.map(
-                lambda g, old: jnp.where(state.count < start, g, old.astype(g.dtype)), updates, state.pending
-            )
-        steps, new = inner.update(used, state.inner, params, **extra_args)
-        if delay is not False:
-            # Step `start` has no earlier gradients to apply.
-            waits = state.count == start
-            steps = jax.tree.map(lambda u: jnp.where(waits, jnp.zeros_like(u), u), steps)
-            new = jax.tree.map(lambda after, before: jnp.where(waits, before, after), new, state.inner)
-        return steps, DelayedState(new, kept, jnp.asarray(optax.safe_increment(state.count)))
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-# `host` has an argument of that name.
-_with_delay = delayed

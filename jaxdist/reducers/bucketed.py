@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import jax
 
 from .._core.descriptions import with_description
+from .._core.trees import select_leaves
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..schedule.buckets import assign_buckets, forward_positions
 from ..wire.buffers import concatenate, from_vectors, vector_likes
 from .messages import for_real_numbers
-from .parts import check_parts, init_parts, reduce_parts, select_part
+from .parts import check_parts, init_parts, reduce_parts
 from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, forward_forms, forward_limits, weakest
 from .trees import is_map_params_placeholder
 
@@ -85,11 +86,10 @@ class _Bucketed(NamedTuple):
     def init(self, like: PyTree[Like]) -> State:
         if is_map_params_placeholder(like):
             return 0
-        leaves, structure = jax.tree.flatten(like)
-        buckets = self._assign(like)
+        leaves, buckets = jax.tree.leaves(like), self._assign(like)
         if self.flat:
             return init_parts(self.reducer, [vector_likes([leaves[i] for i in members])[0] for members in buckets])
-        return init_parts(self.reducer, [select_part(leaves, structure, members) for members in buckets])
+        return init_parts(self.reducer, [select_leaves(like, members) for members in buckets])
 
     def reduce(self, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
         leaves, structure = jax.tree.flatten(updates)
@@ -98,7 +98,7 @@ class _Bucketed(NamedTuple):
         if self.flat:
             parts = [concatenate([leaves[i] for i in members]) for members in buckets]
         else:
-            parts = [select_part(leaves, structure, members) for members in buckets]
+            parts = [select_leaves(updates, members) for members in buckets]
         reduced, state = reduce_parts(self.reducer, parts, state, comm, extras)
         means, owns = list(leaves), list(leaves)
         for members, done in zip(buckets, reduced, strict=True):

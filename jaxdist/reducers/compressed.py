@@ -7,18 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import DTypeLike
 
 from .._core.descriptions import with_description
-from .._core.dtypes import narrow, working_dtype
 from .._core.trees import next_count
-from .._core.types import Array, Float, Like, Payload, PyTree, Updates
+from .._core.types import Array, Float, Like, PyTree, Updates
 from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
 from ..compressors.codecs import decode_all, encode_all
 from ..compressors.compressor import Codec, Compressor, check_compressor
-from ..wire.buffers import group_by_shape, map_stack, stack_by_shape, unstack
-from ..wire.codec import decode_mean, step_key
+from ..wire.buffers import group_by_shape, stack_by_shape, unstack
+from ..wire.codec import TreeCodec, step_key
 from .messages import from_generator
 from .reducer import DrawState, Extras, Messages, Protocol, Reduced, Reducer, Use, forms_of, init_draws, limits_of
 from .trees import tree_norm
@@ -85,24 +83,21 @@ def _messages(
 ) -> Protocol:
     leaves, tree = jax.tree.flatten(updates)
     key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
-    # Leaves of one shape are compressed by one program, each with the key of its position in the tree.
+    code = TreeCodec(compressor)
     groups, stacks = stack_by_shape(leaves)
-    keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
-    payloads = [map_stack(compressor.compress, stack, key) for stack, key in zip(stacks, keys)]
+    payloads = code.encode(groups, stacks, key)
     arrays, payload_tree = jax.tree.flatten(payloads)
     # own = D(C(x_w))
-    owns = [_decode(compressor, payload, stack) for payload, stack in zip(payloads, stacks)]
+    owns = code.decode(payloads, stacks)
     if compressor.summable:
         # The mean of the payloads is the payload of the mean.
         received = yield Messages(mean=arrays)
-        arrived = payload_tree.unflatten(received.mean)
-        means = [_decode(compressor, payload, stack) for payload, stack in zip(arrived, stacks)]
+        means = code.decode(payload_tree.unflatten(received.mean), stacks)
     else:
         # mean = (1/W) Σ_w D(C(x_w))
         norms = [jnp.stack([tree_norm(owns), tree_norm(stacks)])] if divide else []
         received = yield Messages(gather=[*arrays, *norms])
-        arrived = payload_tree.unflatten(received.gather[: len(arrays)])
-        means = [_mean_of_decoded(compressor, payload, stack) for payload, stack in zip(arrived, stacks)]
+        means = code.decode_mean(payload_tree.unflatten(received.gather[: len(arrays)]), stacks)
     if divide:
         factor = _inverse_inflation(received.gather[-1])
         means, owns = ([x * factor.astype(x.dtype) for x in stacks] for stacks in (means, owns))
@@ -157,16 +152,3 @@ def _unstack_payloads(
         payloads += [structure.unflatten([x[i] for x in stacked]) for i in range(len(members))]
         likes += [leaf] * len(members)
     return payloads, likes
-
-
-def _decode(compressor: Compressor, payloads: Payload, stack: Array, *, dtype: DTypeLike | None = None) -> Array:
-    like = jax.ShapeDtypeStruct(stack.shape[1:], dtype or stack.dtype)
-    return map_stack(lambda payload: compressor.decompress(payload, like), payloads)
-
-
-def _mean_of_decoded(compressor: Compressor, payloads: Payload, stack: Array) -> Array:
-    """The mean over payloads `[W, k, ...]` of `k` leaves, summed in float32 or better."""
-    wide = working_dtype(stack.dtype)
-    add = None if compressor.add is None else partial(map_stack, compressor.add)
-    mean = decode_mean(lambda payload: _decode(compressor, payload, stack, dtype=wide), payloads, add=add)
-    return narrow(mean, stack.dtype)

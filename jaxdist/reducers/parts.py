@@ -1,7 +1,6 @@
 """Parts of a tree that are reduced one by one, with a bound on how many are in flight."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax import lax
 
@@ -36,12 +35,6 @@ def reduce_parts(
         reduced.append(done)
         states.append(part_state)
     return reduced, tuple(states)
-
-
-def select_part(leaves: Sequence[Any], structure: Any, members: Sequence[int]) -> PyTree:
-    """Selects leaves by their positions; the others become `None`, so that each keeps its path."""
-    chosen = set(members)
-    return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
 
 
 def _wait_for_window(vector: Array, arrived: list[Array], window: int) -> Array:

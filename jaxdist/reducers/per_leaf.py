@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.descriptions import with_description
-from .._core.trees import fold_keys
+from .._core.trees import fold_keys, select_leaves
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..wire.buffers import length
@@ -100,8 +100,7 @@ class _LeafGroups(NamedTuple):
 
 def _select_group(tree: PyTree, labels: Sequence[Hashable], label: Hashable) -> PyTree:
     """The tree with the leaves of one label, and `None` in place of the others."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([leaf if own == label else None for leaf, own in zip(leaves, labels, strict=True)])
+    return select_leaves(tree, [i for i, own in enumerate(labels) if own == label])
 
 
 def _merge_groups(like: PyTree, labels: Sequence[Hashable], trees: Mapping[Hashable, PyTree]) -> PyTree:

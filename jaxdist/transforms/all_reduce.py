@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from .._core.trees import next_count, tree_where
-from .._core.types import Array, AxisNames, Bool, Int, PyTree, State, Updates
+from .._core.trees import next_count
+from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.reducer import Extras, Law, Reducer, check_reducer, contraction_of
-from ..state.marks import PerWorker, axis_tuple, bind, is_spec, name_leaf, with_value
+from ..state.marks import axis_tuple, bind, is_spec, name_leaf
 from .averaged import check_functions
+from .late_reduction import late_reduction
 from .local_gradients import (
     check_leaves,
     check_local,
@@ -23,7 +24,7 @@ from .local_gradients import (
     with_gradients,
 )
 from .on_shards import axis_names, init_on_shards, reduce_on_shards
-from .weights import weight_of_leaves, zero_unless
+from .weights import weight_of_leaves
 
 
 class AllReduceState(NamedTuple):
@@ -31,24 +32,6 @@ class AllReduceState(NamedTuple):
 
     reducer: State
     empty: Int[Array, ""]
-
-    communicates = True
-
-
-class LateState(NamedTuple):
-    """The state of `all_reduce(delay=1)`.
-
-    Attributes:
-      inner: the state of `all_reduce(delay=0)`.
-      gradient: the local gradient of the last step, in the dtypes of the parameters (per-worker).
-      examples: for each leaf the number of examples behind it, 1 if the update was not passed any (per-worker).
-      pending: whether there is one (replicated).
-    """
-
-    inner: AllReduceState
-    gradient: PerWorker
-    examples: PerWorker
-    pending: Bool[Array, ""]
 
     communicates = True
 
@@ -146,10 +129,9 @@ def all_reduce(
             f"delay must be 0 or 1, got {delay}; for all-reduces over several steps see asynchronous.rules.pipe_sgd"
         )
     _check_specs(specs, axis)
-    tx = _AllReduce(reducer, axis, specs, normalize_by)
-    if delay:
-        return optax.GradientTransformationExtraArgs(tx.init_late, tx.update_late)
-    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    method = _AllReduce(reducer, axis, specs, normalize_by)
+    tx = optax.GradientTransformationExtraArgs(method.init, method.update)
+    return late_reduction(tx, axis) if delay else tx
 
 
 def _check_specs(specs: PyTree | None, axis: AxisNames) -> None:
@@ -245,40 +227,3 @@ class _AllReduce(NamedTuple):
             reducer=reducer,
         )
         return mean, AllReduceState(reducer_state, jnp.where(jnp.any(some), state.empty, next_count(state.empty)))
-
-    def init_late(self, params: PyTree) -> State:
-        zeros = jax.tree.map(jnp.zeros_like, with_gradients(params))
-        numbers = jnp.zeros(len(jax.tree.leaves(zeros)), jnp.float32)
-        gradient, examples = bind((PerWorker(zeros), PerWorker(numbers)), self.axis)
-        return LateState(self.init(params), gradient, examples, jnp.array(False))
-
-    def update_late(
-        self,
-        updates: Updates,
-        state: State,
-        params: PyTree | None = None,
-        *,
-        examples: Any = None,
-        active: Any = None,
-        **extra_args: Any,
-    ) -> tuple[Updates, State]:
-        """Reduces the last gradient and keeps this one; neither depends on the other."""
-        check_leaves(updates)
-        check_shapes(updates, params)
-        check_local(updates, self.axis)
-        late = jax.tree.map(lambda old, g: old.astype(g.dtype), state.gradient.value, updates)
-        weight = weight_of_leaves(examples, active, updates)
-        # One number weighs the last gradient where one does this one.
-        kept = state.examples.value
-        last = None if weight is None else jax.tree.structure(updates).unflatten(list(kept)) if weight.ndim else kept[0]
-        mean, inner = self.update(late, state.inner, params, examples=last, **extra_args)
-        # The zeros of the first step are no gradient: warm starts of low rank, for example, would become zero too.
-        mean = tree_where(state.pending, mean, jax.tree.map(jnp.zeros_like, mean))
-        inner = tree_where(state.pending, inner, state.inner)
-        # A mean over no examples may be NaN, which would enter the mean over workers in `resize`.
-        gradient = updates if weight is None else zero_unless(weight > 0, updates)
-        gradient = jax.tree.map(lambda g, old: g.astype(old.dtype), gradient, state.gradient.value)
-        numbers = over(self.axis).varying(jnp.broadcast_to(jnp.float32(1) if weight is None else weight, kept.shape))
-        return mean, LateState(
-            inner, with_value(state.gradient, gradient), with_value(state.examples, numbers), jnp.array(True)
-        )

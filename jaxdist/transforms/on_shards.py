@@ -10,6 +10,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .._core.compat import shard_map, varying_axes
+from .._core.trees import select_leaves
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.reducer import Extras, Reducer
@@ -81,7 +82,8 @@ def _kinds(specs: PyTree) -> list[str]:
 
 def _select(kind: str, specs: PyTree, *trees: PyTree) -> list[PyTree]:
     """The trees with the leaves of one kind, and `None` in place of the others."""
-    return [jax.tree.map(lambda spec, leaf: leaf if _kind(spec) == kind else None, specs, tree) for tree in trees]
+    members = [i for i, spec in enumerate(jax.tree.leaves(specs)) if _kind(spec) == kind]
+    return [select_leaves(tree, members) for tree in trees]
 
 
 def _reduce_kind(

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,6 @@ from ..comm.over import over
 from ..state.donation import DonationChecks
 from ..state.flax_marks import refuse_shared_variables
 from ..state.marks import check_batch_usable, check_usable
-from .all_reduce import LateState
 from .extra_args import with_extra_args
 from .weights import weight_of_leaves, zero_unless
 
@@ -130,7 +128,7 @@ def skip_nonfinite(
         skip = comm.max(comm.varying(bad.astype(jnp.int32))) > 0
         new_updates = jax.tree.map(lambda x: jnp.where(skip, jnp.zeros_like(x), x), new_updates)
         inner = tree_where(skip, state.inner, inner)
-        inner = jax.tree.map(partial(_drop_late, skip), inner, is_leaf=_is_late)
+        inner = _drop_pending(inner, skip)
         # Counts go on through skipped steps; all other state is restored.
         consecutive = jnp.where(skip, optax.safe_increment(state.consecutive), 0)
         # From the factory and not from the state: a resumed run follows its own setting.
@@ -247,13 +245,13 @@ def _overflows(old: PyTree, new: PyTree) -> Bool[Array, ""]:
     return _any(to_device((jnp.isfinite(a) & ~jnp.isfinite(b)).any()) for a, b in pairs)
 
 
-def _is_late(node: Any) -> bool:
-    return isinstance(node, LateState)
+def _drop_pending(state: State, drop: Array) -> State:
+    """Asks the states that keep a gradient for the next step to drop it, by their method `drop_pending(drop)`."""
 
+    def may_drop(node: Any) -> bool:
+        return hasattr(node, "drop_pending")
 
-def _drop_late(drop: Array, node: Any) -> Any:
-    """Drops the pending gradient of `all_reduce(delay=1)`, which every further step would fail on as this one did."""
-    return node._replace(pending=node.pending & ~drop) if _is_late(node) else node
+    return jax.tree.map(lambda node: node.drop_pending(drop) if may_drop(node) else node, state, is_leaf=may_drop)
 
 
 def _apply_update(parameter: Any, update: Array) -> Array:

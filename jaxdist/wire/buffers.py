@@ -90,7 +90,7 @@ def stack_by_shape(leaves: Sequence[Array]) -> tuple[list[list[int]], list[Array
 
 
 def unstack(groups: Sequence[Sequence[int]], stacks: Sequence[Array]) -> list[Array]:
-    """The inverse of `stacked`: the leaves in their order."""
+    """The inverse of `stack_by_shape`: the leaves in their order."""
     leaves = {i: stack[k] for members, stack in zip(groups, stacks, strict=True) for k, i in enumerate(members)}
     return [leaves[i] for i in range(len(leaves))]
 

@@ -1,14 +1,20 @@
-"""The keys of a step's draws, and the mean of payloads."""
+"""The payloads of a tree: the keys of their draws, encoding, decoding and their mean."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .._core.compat import cast_varying, varying_axes
-from .._core.types import Array, Int, Key, Payload
+from .._core.dtypes import narrow, working_dtype
+from .._core.types import Array, Int, Key, Like, Payload, PyTree
 from ..comm.base import Comm
+from ..compressors.compressor import Compressor
+from .buffers import map_stack
 
 
 def step_key(key: Key[Array, ""], count: Int[Array, ""], comm: Comm, *, shared: bool) -> Key[Array, ""]:
@@ -29,6 +35,52 @@ def step_key(key: Key[Array, ""], count: Int[Array, ""], comm: Comm, *, shared: 
     # The order of all keys in the library: the count of steps, the worker, the leaf.
     key = jax.random.fold_in(key, count)
     return key if shared else jax.random.fold_in(key, comm.index)
+
+
+class TreeCodec(NamedTuple):
+    """One compressor for the leaves of a tree, which `stack_by_shape` has stacked: a program per shape, not per leaf.
+
+    Attributes:
+      compressor: of one leaf.
+      maps_single: map also over the stacks of a single leaf, which `map_stack` does not.
+    """
+
+    compressor: Compressor
+    maps_single: bool = False
+
+    def encode(self, groups: Sequence[Sequence[int]], stacks: Sequence[Array], key: Key[Array, ""]) -> list[Payload]:
+        """Returns the payloads `[k, ...]` of stacks of `k` leaves; `groups` are the positions of the leaves."""
+        # Each leaf draws with its own key, that of its position in the tree.
+        keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
+        return [self._map(self.compressor.compress, *pair) for pair in zip(stacks, keys, strict=True)]
+
+    def decode(self, payloads: Sequence[Payload], stacks: Sequence[Like], *, wide: bool = False) -> list[Array]:
+        """Decodes payloads `[k, ...]` to stacks `[k, *s]` of the same dtypes; with `wide` in float32 or better."""
+        return [self.decode_stack(*pair, wide=wide) for pair in zip(payloads, stacks, strict=True)]
+
+    def decode_stack(self, payload: Payload, stack: Like, *, wide: bool = False) -> Array:
+        """Decodes the payloads of one stack."""
+        like = jax.ShapeDtypeStruct(stack.shape[1:], working_dtype(stack.dtype) if wide else stack.dtype)
+        return self._map(lambda payload: self.compressor.decompress(payload, like), payload)
+
+    def decode_rows(self, payload: Payload, stack: Like) -> Array:
+        """Decodes the payloads `[W, k, ...]` of one stack of `W` workers to `[W, k, *s]`, by one map for both."""
+        workers = jax.tree.leaves(payload)[0].shape[0]
+        flat = jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:2]), *x.shape[2:]), payload)
+        return self.decode_stack(flat, stack).reshape(workers, *stack.shape)
+
+    def decode_mean(self, payloads: Sequence[Payload], stacks: Sequence[Like]) -> list[Array]:
+        """Decodes payloads `[W, k, ...]` of `W` workers to their means `[k, *s]`, summed in float32 or better."""
+        add = None if self.compressor.add is None else partial(self._map, self.compressor.add)
+
+        def mean_of_stack(payload: Payload, stack: Like) -> Array:
+            mean = decode_mean(lambda payload: self.decode_stack(payload, stack, wide=True), payload, add=add)
+            return narrow(mean, stack.dtype)
+
+        return [mean_of_stack(*pair) for pair in zip(payloads, stacks, strict=True)]
+
+    def _map(self, f: Callable[..., PyTree], *stacks: PyTree) -> PyTree:
+        return jax.vmap(f)(*stacks) if self.maps_single else map_stack(f, *stacks)
 
 
 def decode_mean(

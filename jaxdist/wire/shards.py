@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.trees import select_leaves
 from .._core.types import Array, Like, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
@@ -67,12 +68,6 @@ def group_by_sharding(tree: PyTree) -> list[list[int]]:
     """
     axes = [tuple(axis_tuple(mark.axis) for mark in _shard_marks(leaf.marks)) for leaf in flatten_marks(tree)]
     return group_alike(axes, lambda names: names)
-
-
-def select_leaves(tree: PyTree, members: Sequence[int]) -> PyTree:
-    """The tree with `None` in place of all leaves but those at these positions."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([leaf if i in members else None for i, leaf in enumerate(leaves)])
 
 
 def map_groups(f: Callable[..., PyTree], tree: PyTree, *rest: PyTree, results: int = 1) -> PyTree:

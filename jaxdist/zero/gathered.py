@@ -232,7 +232,7 @@ class _Gathered(NamedTuple):
             if self.secondary_partition:
                 rows = jax.tree.map(_by_worker, rows)
             if self.compressor is not None:
-                rows = decode(self.compressor, rows, shards)
+                rows = decode(self.compressor, rows, shards, of_all=True)
         return tree.unflatten([unshard(row, like) for row, like in zip(rows, likes, strict=True)])
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.dtypes import working_dtype
-from .._core.trees import fold_keys, next_count
+from .._core.trees import fold_keys, next_count, select_leaves
 from .._core.types import Array, AxisNames, Flag, Like, Payload, PRNGKeyArray, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.compressor import Compressor
@@ -19,7 +19,8 @@ from ..reducers.reducer import Extras, Reducer
 from ..schedule.buckets import assign_buckets, forward_positions
 from ..state.marks import Sharded, axis_tuple, is_mark, with_value
 from ..transforms.quantized_state import Coded, CompactState, is_coded, worth_coding
-from ..wire.buffers import MULTIPLE, fuse, fuse_bytes, group_alike, rows, stack_by_shape
+from ..wire.buffers import MULTIPLE, fuse, fuse_bytes, group_by_shape, rows, stack_by_shape
+from ..wire.codec import TreeCodec
 from ..wire.shards import clear_padding, unshard
 
 # DDP's default. The gradients of a bucket can be freed as soon as it has been sent.
@@ -62,7 +63,7 @@ def buckets_of(params: Updates, stage: int) -> list[list[int]]:
 
 def init_buckets(form: Reducer, params: Updates, buckets: Sequence[Sequence[int]]) -> State:
     """A reducer's state for each bucket, with independent random keys."""
-    return tuple(fold_keys(form.init(_only(params, members)), i) for i, members in enumerate(buckets))
+    return tuple(fold_keys(form.init(select_leaves(params, members)), i) for i, members in enumerate(buckets))
 
 
 def mean_pieces(
@@ -72,18 +73,12 @@ def mean_pieces(
     leaves, tree = jax.tree.flatten(updates)
     states = []
     for members, bucket_state in zip(buckets, state, strict=True):
-        part = _only(updates, members)
+        part = select_leaves(updates, members)
         reduced, bucket_state = run(as_generator(form, part, bucket_state, comm, extras), comm)
         states.append(bucket_state)
         for i, leaf in zip(members, jax.tree.leaves(reduced.mean), strict=True):
             leaves[i] = leaf
     return tree.unflatten(leaves), tuple(states)
-
-
-def _only(tree: Updates, members: Sequence[int]) -> Updates:
-    """The tree with the leaves at these positions and `None` for the others; a leaf keeps its path."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([leaf if i in set(members) else None for i, leaf in enumerate(leaves)])
 
 
 def gather(shards: Sequence[Array], likes: Sequence[Like], comm: Comm) -> list[Array]:
@@ -111,32 +106,21 @@ def encode(
     sizes = map(math.prod, shapes)
     shards = [clear_padding(x, size, comm.size, comm.index) for x, size in zip(shards, sizes, strict=True)]
     groups, stacks = stack_by_shape(shards)
-    # Each leaf draws with its own key.
-    keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
-    return [jax.vmap(compressor.compress)(*pair) for pair in zip(stacks, keys, strict=True)]
+    return TreeCodec(compressor, maps_single=True).encode(groups, stacks, key)
 
 
-def decode(compressor: Compressor, payloads: Sequence[Payload], shards: Sequence[Like]) -> list[Array]:
-    """The inverse of `encode`; payloads `[*batch, k, ...]` give shards `[*batch, n]`."""
-    out: list = list(shards)
-    groups = group_alike(shards, lambda x: (x.shape, jnp.dtype(x.dtype)))
-    for members, payload in zip(groups, payloads, strict=True):
-        like = jax.ShapeDtypeStruct(shards[members[0]].shape, shards[members[0]].dtype)
-        decoded = _decode_stack(compressor, like, payload, len(members))
-        for k, i in enumerate(members):
-            out[i] = decoded[..., k, :]
-    return out
-
-
-def _decode_stack(compressor: Compressor, like: Like, payload: Payload, members: int) -> Array:
-    """Decodes `[*batch, k, ...]` in one `vmap` over all the leading dimensions."""
-    # The leading dimensions are those that a single payload does not have.
-    single = jax.eval_shape(compressor.compress, like, jax.random.key(0))
-    dimensions = jax.tree.leaves(payload)[0].ndim - jax.tree.leaves(single)[0].ndim
-    batch = jax.tree.leaves(payload)[0].shape[:dimensions]
-    assert batch[-1] == members
-    flat = jax.tree.map(lambda x: x.reshape(math.prod(batch), *x.shape[dimensions:]), payload)
-    return jax.vmap(lambda x: compressor.decompress(x, like))(flat).reshape(*batch, *like.shape)
+def decode(
+    compressor: Compressor, payloads: Sequence[Payload], shards: Sequence[Like], *, of_all: bool = False
+) -> list[Array]:
+    """The inverse of `encode`; with `of_all`, payloads `[W, k, ...]` of all workers give shards `[W, n]`."""
+    code = TreeCodec(compressor, maps_single=True)
+    leaves: dict[int, Array] = {}
+    for members, payload in zip(group_by_shape(shards), payloads, strict=True):
+        first = shards[members[0]]
+        stack = jax.ShapeDtypeStruct((len(members), *first.shape), first.dtype)
+        decoded = code.decode_rows(payload, stack) if of_all else code.decode_stack(payload, stack)
+        leaves |= {i: decoded[..., k, :] for k, i in enumerate(members)}
+    return [leaves[i] for i in range(len(shards))]
 
 
 class StateCodec(NamedTuple):

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.dtypes import round_to, working_dtype
+from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Flag, Int, Key, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.compressor import Compressor
 from ..state.marks import Sharded, is_mark, with_value
+from ..transforms.master import follow_parameter
 from ..wire.buffers import MULTIPLE
 from ..wire.codec import step_key
 from ..wire.shards import piece, unshard
@@ -44,15 +45,10 @@ class DeliveryState(NamedTuple):
 
 
 def follow_params(master: PyTree, params: PyTree, comm: Comm) -> PyTree:
-    """Moves the masters as far as something else has moved their parameters since the last update.
-
-    `m += p - round(m)`: what the parameters' dtype cannot hold stays in the master.
-    """
+    """Moves the shards of the masters as far as something else has moved their parameters since the last update."""
 
     def follow_leaf(m: Any, p: Any) -> Any:
-        own = p.value if is_mark(p) else piece(p, comm)
-        moved = own.astype(m.value.dtype) - round_to(m.value, own.dtype)
-        return with_value(m, m.value + moved)
+        return with_value(m, follow_parameter(m.value, p.value if is_mark(p) else piece(p, comm)))
 
     return jax.tree.map(follow_leaf, master, params, is_leaf=is_mark)
 
@@ -174,7 +170,7 @@ def _exchange(
     # All workers, including the owner, apply the decoded update: parameters stay equal.
     key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
     payloads = encode(compressor, owed, shapes, key, comm)
-    decoded = decode(compressor, gather_payloads(payloads, comm), owed)
+    decoded = decode(compressor, gather_payloads(payloads, comm), owed, of_all=True)
     full = [unshard(rows, jax.ShapeDtypeStruct(shape, rows.dtype)) for rows, shape in zip(decoded, shapes, strict=True)]
     return decode(compressor, payloads, owed), full
 

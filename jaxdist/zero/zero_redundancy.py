@@ -185,7 +185,8 @@ def zero_redundancy(
     else:
         advice = "optax.chain(all_reduce(reducer), zero_redundancy(inner, reducer=None)), which sends 3Ψ"
         form = shards_of(reducer, advice=advice)
-        gradients = _Gradients(partial(_init_reducer, form, stage), partial(_reduce_to_shards, form, stage, axis))
+        scatter = _ReduceScatter(form, stage, axis)
+        gradients = _Gradients(scatter.init, scatter.reduce_to_shards)
     codec = identity_codec() if state_compressor is None else compressing_codec(state_compressor)
     if compressor is None:
         delivery = deliver_updates() if master_dtype is None else deliver_params()
@@ -331,42 +332,46 @@ def _follow_params(state: ZeroState, params: PyTree, comm: Comm) -> PyTree:
     return follow_params(state.master, params, comm)
 
 
-def _init_reducer(form: Reducer, stage: int, params: PyTree) -> State:
-    # `optax.tree.map_params` calls `init` with a placeholder, which has no leaves to put into buckets.
-    if is_map_params_placeholder(params):
-        return 0
-    replicated = _without_marked(params)
-    return init_buckets(form, replicated, buckets_of(replicated, stage))
+class _ReduceScatter(NamedTuple):
+    """The reduce-scatter form of a reducer, in the buckets of a stage."""
 
+    form: Reducer
+    stage: int
+    axis: AxisNames
 
-def _reduce_to_shards(
-    form: Reducer,
-    stage: int,
-    axis: AxisNames,
-    updates: Updates,
-    params: PyTree,
-    state: State,
-    weight: Array | None,
-    extras: Extras,
-    comm: Comm,
-) -> tuple[Updates, State, Flag]:
-    """Averages local gradients by a reduce-scatter, weighted by the number of examples if it is given."""
-    used = True
-    check_local(updates, axis, reduced=ALREADY_REDUCED)
-    if weight is not None:
-        check_use(Use.EXAMPLES, form)
-        weight, used = weight_of(weight, comm)
-        updates = scale(updates, weight)
-    # Without any example the mean is zero, and the reducer's state remains.
-    means, new = mean_pieces(form, updates, state, buckets_of(params, stage), comm, extras)
-    if isinstance(used, bool):
-        return means, new, used
-    if used.ndim and any(is_mark(x) for x in jax.tree.leaves(state, is_leaf=is_mark)):
-        raise ValueError(
-            "weights for single leaves would lose what a reducer of zero_redundancy has not sent yet of leaves that no "
-            "worker used: use one without feedback, or pass one number as examples="
-        )
-    return means, jax.tree.map(lambda new, old: jnp.where(used.any(), new, old), new, state), used
+    def init(self, params: PyTree) -> State:
+        # `optax.tree.map_params` calls `init` with a placeholder, which has no leaves to put into buckets.
+        if is_map_params_placeholder(params):
+            return 0
+        replicated = _without_marked(params)
+        return init_buckets(self.form, replicated, buckets_of(replicated, self.stage))
+
+    def reduce_to_shards(
+        self,
+        updates: Updates,
+        params: PyTree,
+        state: State,
+        weight: Array | None,
+        extras: Extras,
+        comm: Comm,
+    ) -> tuple[Updates, State, Flag]:
+        """Averages local gradients by a reduce-scatter, weighted by the number of examples if it is given."""
+        used = True
+        check_local(updates, self.axis, reduced=ALREADY_REDUCED)
+        if weight is not None:
+            check_use(Use.EXAMPLES, self.form)
+            weight, used = weight_of(weight, comm)
+            updates = scale(updates, weight)
+        # Without any example the mean is zero, and the reducer's state remains.
+        means, new = mean_pieces(self.form, updates, state, buckets_of(params, self.stage), comm, extras)
+        if isinstance(used, bool):
+            return means, new, used
+        if used.ndim and any(is_mark(x) for x in jax.tree.leaves(state, is_leaf=is_mark)):
+            raise ValueError(
+                "weights for single leaves would lose what a reducer of zero_redundancy has not sent yet of leaves "
+                "that no worker used: use one without feedback, or pass one number as examples="
+            )
+        return means, jax.tree.map(lambda new, old: jnp.where(used.any(), new, old), new, state), used
 
 
 def _shards_of_means(

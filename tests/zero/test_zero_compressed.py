@@ -15,6 +15,7 @@ from jaxdist import compressors as jc
 from jaxdist.comm import over
 from jaxdist.reducers.reducer import shards_of
 from jaxdist.testing import assert_reducer_laws
+from jaxdist.wire import buffers
 from jaxdist.zero import shards
 
 SHAPES = {"w": (7, 5), "b": (3,), "s": (), "e": (0, 4)}
@@ -171,6 +172,16 @@ def test_master_parameters_are_the_residual():
     assert state.opt.coded.residual == ()
     off = np.abs(np.asarray(state.params["w"], np.float32) - np.asarray(master["w"])).max()
     assert 0 < off < 0.01  # a step of Adam
+
+
+def test_large_shards_of_one_shape(monkeypatch):
+    """They are not stacked, and their payloads are decoded one by one."""
+    grads = {name: noise(3, seed)["w"] for seed, name in enumerate("vw")}
+    start = {name: jnp.zeros((7, 5)) for name in grads}
+    tx = jd.zero_redundancy(optax.sgd(1.0), compressor=jd.qsgd(4))
+    stacked = run(tx, grads, start=start)
+    monkeypatch.setattr(buffers, "LARGE", 8)
+    assert_close(run(tx, grads, start=start).params, stacked.params, 0)
 
 
 def test_no_examples_change_nothing():

@@ -16,6 +16,7 @@ from ...state.marks import axis_tuple
 from ...transforms.extra_args import with_extra_args
 from ..nvme.disk import Access, Disk
 from ..nvme.files import Store, StreamedStats, check_store, folder_of_process
+from ..nvme.folder import StreamedFolder
 from ..nvme.model import Model, describe
 from .parts import PartProgram, StackPart, init_program, lay_out_parts, reshape_vectors, update_program
 from .step import Config, LayerStack, Step, check_reducer
@@ -158,8 +159,10 @@ class _Opened(NamedTuple):
     updates: list[PartProgram]
 
 
-class _LayerStream:
-    """The functions of `StreamedLayers`, and the open folder that they share."""
+class _LayerStream(StreamedFolder[_Opened]):
+    """The functions of `StreamedLayers`."""
+
+    OPEN = "init(layer, count, embed=..., head=...)"
 
     def __init__(
         self,
@@ -171,7 +174,7 @@ class _LayerStream:
     ):
         self.cfg, self.inner, self.store, self.prefetch, self.clip_norm = cfg, inner, store, prefetch, clip_norm
         self.programs = cfg.build_programs()
-        self.opened: _Opened | None = None
+        super().__init__()
 
     def init(self, layer: Callable[[int], PyTree], count: int, *, embed: PyTree, head: PyTree) -> int:
         self.close()
@@ -216,7 +219,7 @@ class _LayerStream:
         return largest, depth
 
     def step(self, batch: PyTree) -> Array:
-        opened = self._require_open()
+        opened = self.require_open()
         disk = opened.disk
         # The numbers of the last step, whose writes may still be in progress.
         disk.flush()
@@ -228,7 +231,7 @@ class _LayerStream:
         return step.loss
 
     def loss(self, batch: PyTree) -> Array:
-        opened = self._require_open()
+        opened = self.require_open()
         step = Step(self.cfg, self.programs, opened.parts, opened.updates, [], batch, None, train=False)
         opened.disk.scan(step.visit, step.accesses())
         return step.loss
@@ -240,7 +243,7 @@ class _LayerStream:
 
     def state(self, part: str | int) -> State:
         which = self._part(part)
-        opened, model = self._require_open(), which.model
+        opened, model = self.require_open(), which.model
         counts = [model.beside.count(k) for k in range(len(model.leaves))]
         rows = self._load(which, range(1, 1 + max(counts, default=0)))
         numbers = iter(_split_numbers(opened.updates, opened.disk.numbers)[which.kind])
@@ -250,7 +253,7 @@ class _LayerStream:
         return jax.tree.structure(model.state).unflatten(flat)
 
     def _part(self, part: str | int) -> StackPart:
-        parts = self._require_open().parts
+        parts = self.require_open().parts
         names = {"embed": 0, "head": len(parts) - 1, **{i: i + 1 for i in range(len(parts) - 2)}}
         if part not in names:
             raise ValueError(f'part must be "embed", "head" or a number below {len(parts) - 2}, got {part!r}')
@@ -264,26 +267,8 @@ class _LayerStream:
             found.extend([np.array(x) for x in reshape_vectors(part.model, part.vectors(data, i))] for i in planes)
 
         # An access is there for parts without parameters, too.
-        self._require_open().disk.scan(visit, [Access(part.start, reads=(*part.params, *part.state))])
+        self.require_open().disk.scan(visit, [Access(part.start, reads=(*part.params, *part.state))])
         return found
-
-    def flush(self) -> int:
-        disk = self._require_open().disk
-        disk.flush()
-        return disk.step
-
-    def stats(self) -> StreamedStats:
-        return self._require_open().disk.stats()
-
-    def close(self) -> None:
-        opened, self.opened = self.opened, None
-        if opened is not None:
-            opened.disk.close()
-
-    def _require_open(self) -> _Opened:
-        if self.opened is None:
-            raise ValueError("the store is not open: call init(layer, count, embed=..., head=...) first")
-        return self.opened
 
 
 def _create(

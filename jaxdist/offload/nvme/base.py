@@ -16,7 +16,8 @@ from . import arrays
 from .chunks import Runner
 from .disk import Disk
 from .entrywise import Split
-from .files import Store, Streamed, StreamedStats, check_store, folder_of_process, read_manifests
+from .files import Store, Streamed, check_store, folder_of_process, read_manifests
+from .folder import StreamedFolder
 from .model import Model, assemble, describe, hash_params, read_params, read_state, split_init, split_update
 
 
@@ -108,14 +109,16 @@ class _Opened(NamedTuple):
     compiled: dict[str, Callable]
 
 
-class _NvmeOptimizer:
-    """The functions of `Streamed`, and the open folder that they share."""
+class _NvmeOptimizer(StreamedFolder[_Opened]):
+    """The functions of `Streamed`."""
+
+    OPEN = "init(params)"
 
     def __init__(
         self, inner: optax.GradientTransformationExtraArgs, store: Store, host_bytes: int, master_dtype: Any | None
     ):
         self.inner, self.store, self.host_bytes, self.master_dtype = inner, store, host_bytes, master_dtype
-        self.opened: _Opened | None = None
+        super().__init__()
 
     def init(self, params: PyTree) -> PyTree:
         self.close()
@@ -147,7 +150,7 @@ class _NvmeOptimizer:
         disk.advance(visit, [numbers[at] for at in split.others], lambda: gave)
 
     def apply(self, params: PyTree, grads: PyTree, *, donate: bool = False, **extra_args: Any) -> PyTree:
-        opened = self._require_open()
+        opened = self.require_open()
         model, disk = opened.model, opened.disk
         placements = list(zip(_check_params(model, params), _check_tree(model, grads), model.places, strict=True))
         leaves = [arrays.place(p, place) for p, _, place in placements]
@@ -198,27 +201,9 @@ class _NvmeOptimizer:
         shapes += [x.shape for x in others]
         return [np.asarray(x) for x in plan.head(_head_arguments(plan.split, flat, shapes))]
 
-    def flush(self) -> int:
-        opened = self._require_open()
-        opened.disk.flush()
-        return opened.disk.step
-
     def state(self) -> State:
-        opened = self._require_open()
+        opened = self.require_open()
         return read_state(opened.model, opened.disk)
-
-    def stats(self) -> StreamedStats:
-        return self._require_open().disk.stats()
-
-    def close(self) -> None:
-        opened, self.opened = self.opened, None
-        if opened is not None:
-            opened.disk.close()
-
-    def _require_open(self) -> _Opened:
-        if self.opened is None:
-            raise ValueError("the store is not open: call init(params) first")
-        return self.opened
 
 
 def _resume(model: Model, disk: Disk, params: PyTree) -> PyTree:

@@ -16,7 +16,7 @@ from jax import lax
 
 from ..._core.jaxprs import ELEMENTWISE, LOOPS, RESHAPES, TAKES_NUMBERS, evaluate, inner_jaxprs
 from ..._core.types import Array, PyTree
-from ..program import Operation, Recorder, find_live, run_operations
+from ..host_update.flatten import Operation, Recorder, find_live, run_operations
 
 
 class EntryProgram(NamedTuple):

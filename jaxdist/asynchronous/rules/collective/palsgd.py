@@ -1,8 +1,7 @@
 """PALSGD: random pulls toward the last average between two averages."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,38 +55,41 @@ def palsgd(
     check_range("pull", pull, 0, ends="[]")
     step = plain_step
     if probability:
-        step = partial(_step_or_pull, learning_rate, float(probability), float(pull))
+        step = _StepOrPull(learning_rate, float(probability), float(pull)).step
     outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
     return local_rule("palsgd", optimizer, outer, sync_period=sync_period, delay=0, step=step)
 
 
-def _step_or_pull(
-    learning_rate: Any,
-    probability: float,
-    pull: float,
-    optimizer: optax.GradientTransformation,
-    params: PyTree,
-    opt_state: PyTree,
-    gradient: PyTree,
-    anchor: PyTree,
-    words: Any,
-) -> tuple[PyTree, PyTree]:
-    seed, worker, count = words
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), worker)
-    pulls = jax.random.bernoulli(key, probability)
-    rate = learning_rate(count) if callable(learning_rate) else learning_rate
-    # x -= (γ η / p) (x - a)
-    strength = jnp.asarray(rate, jnp.float32) * (pull / probability)
-    stepped, new_opt_state = apply_gradient(optimizer, params, opt_state, gradient)
+class _StepOrPull(NamedTuple):
+    learning_rate: Any
+    probability: float
+    pull: float
 
-    def move_leaf(x: Any, y: Any, a: Any) -> Any:
-        wide = working_dtype(x.dtype)
-        old = x.astype(wide)
-        towards_anchor = strength.astype(wide) * (a.astype(wide) - old)
-        # Steps are rarer by 1 - p and larger by its inverse: the expected update stays.
-        own_step = (y.astype(wide) - old) / (1 - probability)
-        return (old + jnp.where(pulls, towards_anchor, own_step)).astype(x.dtype)
+    def step(
+        self,
+        optimizer: optax.GradientTransformation,
+        params: PyTree,
+        opt_state: PyTree,
+        gradient: PyTree,
+        anchor: PyTree,
+        words: Any,
+    ) -> tuple[PyTree, PyTree]:
+        seed, worker, count = words
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), worker)
+        pulls = jax.random.bernoulli(key, self.probability)
+        rate = self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate
+        # x -= (γ η / p) (x - a)
+        strength = jnp.asarray(rate, jnp.float32) * (self.pull / self.probability)
+        stepped, new_opt_state = apply_gradient(optimizer, params, opt_state, gradient)
 
-    # A pull leaves the local optimizer as it was.
-    opt_state = jax.tree.map(lambda old, new: jnp.where(pulls, old, new), opt_state, new_opt_state)
-    return jax.tree.map(move_leaf, params, stepped, anchor), opt_state
+        def move_leaf(x: Any, y: Any, a: Any) -> Any:
+            wide = working_dtype(x.dtype)
+            old = x.astype(wide)
+            towards_anchor = strength.astype(wide) * (a.astype(wide) - old)
+            # Steps are rarer by 1 - p and larger by its inverse: the expected update stays.
+            own_step = (y.astype(wide) - old) / (1 - self.probability)
+            return (old + jnp.where(pulls, towards_anchor, own_step)).astype(x.dtype)
+
+        # A pull leaves the local optimizer as it was.
+        opt_state = jax.tree.map(lambda old, new: jnp.where(pulls, old, new), opt_state, new_opt_state)
+        return jax.tree.map(move_leaf, params, stepped, anchor), opt_state

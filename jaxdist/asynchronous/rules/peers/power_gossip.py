@@ -1,7 +1,7 @@
 """PowerGossip: pairwise averaging by low-rank differences."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,12 @@ def power_gossip(rank: int, *, seed: int = 0) -> Exchange:
       arXiv:2008.01425, 2020.
     """
     check_range("rank", rank, 1, ends="[]")
-    seed &= 0xFFFFFFFF
-    draw_bases = numeric(partial(_draw_bases, rank, seed))
+    method = _PowerGossip(rank, seed & 0xFFFFFFFF)
+    draw_bases = numeric(method.draw_bases)
     # The two halves of an iteration: directions of columns multiply from the right, directions of rows from the left.
     sides = (False, True)
-    projects = [numeric(partial(_project, rank, left)) for left in sides]
-    steps = [numeric(partial(_step_along, rank, seed, left), outputs=2) for left in sides]
+    projects = [numeric(partial(method.project, left)) for left in sides]
+    steps = [numeric(partial(method.step_along, left), outputs=2) for left in sides]
 
     def encode(params: Any, memory: Any, end: int, turn: int, words: Any) -> Any:
         return projects[turn % 2](params, memory[0])
@@ -83,44 +83,46 @@ def _orthonormal_basis(columns: Array, dtype: Any) -> Array:
     return orthonormal([columns[None]])[0][0].T.astype(dtype)
 
 
-def _draw_bases(rank: int, seed: int, params: PyTree, words: Any) -> list[Array]:
-    def draw_basis(k: int, leaf: Any) -> Array:
-        sides = _matrix_shape(leaf.shape, rank)
-        # Leaves that are sent whole need no directions.
-        if sides is None:
-            return jnp.zeros(())
-        return _orthonormal_basis(_draw_normal(seed, (sides[1], rank), words, 0, k), leaf.dtype)
+class _PowerGossip(NamedTuple):
+    rank: int
+    seed: int
 
-    return [draw_basis(k, leaf) for k, leaf in enumerate(jax.tree.leaves(params))]
+    def draw_bases(self, params: PyTree, words: Any) -> list[Array]:
+        def draw_basis(k: int, leaf: Any) -> Array:
+            sides = _matrix_shape(leaf.shape, self.rank)
+            # Leaves that are sent whole need no directions.
+            if sides is None:
+                return jnp.zeros(())
+            return _orthonormal_basis(_draw_normal(self.seed, (sides[1], self.rank), words, 0, k), leaf.dtype)
 
+        return [draw_basis(k, leaf) for k, leaf in enumerate(jax.tree.leaves(params))]
 
-def _project(rank: int, left: bool, params: PyTree, bases: list[Array]) -> list[Array]:
-    """Computes the products `x Q`, or `xᵀ P` from the left; leaves that are not compressed are sent whole."""
+    def project(self, left: bool, params: PyTree, bases: list[Array]) -> list[Array]:
+        """Computes the products `x Q`, or `xᵀ P` from the left; leaves that are not compressed are sent whole."""
 
-    def project_leaf(leaf: Any, q: Array) -> Any:
-        sides = _matrix_shape(leaf.shape, rank)
-        if sides is None:
-            return leaf
-        matrix = leaf.reshape(sides)
-        return (matrix.T if left else matrix) @ q
+        def project_leaf(leaf: Any, q: Array) -> Any:
+            sides = _matrix_shape(leaf.shape, self.rank)
+            if sides is None:
+                return leaf
+            matrix = leaf.reshape(sides)
+            return (matrix.T if left else matrix) @ q
 
-    return [project_leaf(leaf, q) for leaf, q in zip(jax.tree.leaves(params), bases, strict=True)]
+        return [project_leaf(leaf, q) for leaf, q in zip(jax.tree.leaves(params), bases, strict=True)]
 
-
-def _step_along(
-    rank: int, seed: int, left: bool, params: Any, bases: list[Array], request: Any, reply: Any, end: Any, words: Any
-) -> tuple[PyTree, list[Array]]:
-    leaves, structure = jax.tree.flatten(params)
-    moved, new_bases = [], []
-    for k, (leaf, q, a, p) in enumerate(zip(leaves, bases, request, reply, strict=True)):
-        # D = (x_j - x_i) Q, and x_i += ½ D Qᵀ.
-        d, sides = p - a, _matrix_shape(leaf.shape, rank)
-        change = d if sides is None else (q @ d.T if left else d @ q.T).reshape(leaf.shape)
-        moved.append(leaf + (end * (change / 2)).astype(leaf.dtype))
-        if sides is None:
-            new_bases.append(q)
-        else:
-            # If the models agree along Q, D is zero and would stay so forever: draw new directions.
-            fresh = _draw_normal(seed, d.shape, words, words[3], k).astype(d.dtype)
-            new_bases.append(_orthonormal_basis(jnp.where(jnp.any(d != 0), d, fresh), leaf.dtype))
-    return structure.unflatten(moved), new_bases
+    def step_along(
+        self, left: bool, params: Any, bases: list[Array], request: Any, reply: Any, end: Any, words: Any
+    ) -> tuple[PyTree, list[Array]]:
+        leaves, structure = jax.tree.flatten(params)
+        moved, new_bases = [], []
+        for k, (leaf, q, a, p) in enumerate(zip(leaves, bases, request, reply, strict=True)):
+            # D = (x_j - x_i) Q, and x_i += ½ D Qᵀ.
+            d, sides = p - a, _matrix_shape(leaf.shape, self.rank)
+            change = d if sides is None else (q @ d.T if left else d @ q.T).reshape(leaf.shape)
+            moved.append(leaf + (end * (change / 2)).astype(leaf.dtype))
+            if sides is None:
+                new_bases.append(q)
+            else:
+                # If the models agree along Q, D is zero and would stay so forever: draw new directions.
+                fresh = _draw_normal(self.seed, d.shape, words, words[3], k).astype(d.dtype)
+                new_bases.append(_orthonormal_basis(jnp.where(jnp.any(d != 0), d, fresh), leaf.dtype))
+        return structure.unflatten(moved), new_bases

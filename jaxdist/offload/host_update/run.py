@@ -1,4 +1,4 @@
-"""Runs an update whose state is in host memory: there, or streamed through the device in portions."""
+"""Third: the update runs where its state is, in host memory, or is streamed through the device in portions."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.compat import cast_varying, host_compute, is_on_host, varying_axes
-from .._core.jaxprs import CASTS, ELEMENTWISE
-from .._core.types import Array
-from .program import Operation, Program, flatten, place_operations, run_operations
+from ..._core.compat import cast_varying, host_compute, is_on_host, varying_axes
+from ..._core.jaxprs import CASTS, ELEMENTWISE
+from ..._core.types import Array
+from .flatten import Operation, Program, flatten, run_operations
+from .place import place_operations
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 # Smaller portions are merged, and not cut into tiles.

@@ -1,0 +1,77 @@
+"""The delay by one step of `all_reduce(delay=1)`: a reduction of the last gradient, beside the pass for this one."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._core.trees import tree_where
+from .._core.types import Array, AxisNames, Bool, PyTree, State, Updates
+from ..comm.over import over
+from ..state.marks import PerWorker, bind, with_value
+from .local_gradients import check_leaves, check_local, check_shapes, with_gradients
+from .weights import weight_of_leaves, zero_unless
+
+
+class LateState(NamedTuple):
+    """The state of `all_reduce(delay=1)`.
+
+    Attributes:
+      inner: the state of `all_reduce(delay=0)`.
+      gradient: the local gradient of the last step, in the dtypes of the parameters (per-worker).
+      examples: for each leaf the number of examples behind it, 1 if the update was not passed any (per-worker).
+      pending: whether there is one (replicated).
+    """
+
+    inner: State
+    gradient: PerWorker
+    examples: PerWorker
+    pending: Bool[Array, ""]
+
+    communicates = True
+
+    def drop_pending(self, drop: Bool[Array, ""]) -> "LateState":
+        """Drops the last gradient, on which every further step would fail as one did that `skip_nonfinite` skipped."""
+        return self._replace(pending=self.pending & ~drop)
+
+
+def late_reduction(
+    reduction: optax.GradientTransformationExtraArgs, axis: AxisNames
+) -> optax.GradientTransformationExtraArgs:
+    """Reduces the last gradient, with the number of examples behind it, and keeps this one; see `all_reduce`.
+
+    `offload.delayed` delays what follows a reduction. It keeps replicated gradients, without numbers of examples, and
+    may begin at a later step.
+    """
+
+    def init_fn(params: PyTree) -> State:
+        zeros = jax.tree.map(jnp.zeros_like, with_gradients(params))
+        numbers = jnp.zeros(len(jax.tree.leaves(zeros)), jnp.float32)
+        gradient, examples = bind((PerWorker(zeros), PerWorker(numbers)), axis)
+        return LateState(reduction.init(params), gradient, examples, jnp.array(False))
+
+    def update_fn(
+        updates, state, params=None, *, examples: Any = None, active: Any = None, **extra_args
+    ) -> tuple[Updates, State]:
+        check_leaves(updates)
+        check_shapes(updates, params)
+        check_local(updates, axis)
+        late = optax.tree.cast_like(state.gradient.value, updates)
+        weight = weight_of_leaves(examples, active, updates)
+        # One number weighs the last gradient where one does this one.
+        kept = state.examples.value
+        last = None if weight is None else jax.tree.structure(updates).unflatten(list(kept)) if weight.ndim else kept[0]
+        mean, inner = reduction.update(late, state.inner, params, examples=last, **extra_args)
+        # The zeros of the first step are no gradient: warm starts of low rank, for example, would become zero too.
+        mean = tree_where(state.pending, mean, jax.tree.map(jnp.zeros_like, mean))
+        inner = tree_where(state.pending, inner, state.inner)
+        # A mean over no examples may be NaN, which would enter the mean over workers in `resize`.
+        gradient = updates if weight is None else zero_unless(weight > 0, updates)
+        gradient = optax.tree.cast_like(gradient, state.gradient.value)
+        numbers = over(axis).varying(jnp.broadcast_to(jnp.float32(1) if weight is None else weight, kept.shape))
+        return mean, LateState(
+            inner, with_value(state.gradient, gradient), with_value(state.examples, numbers), jnp.array(True)
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
