@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from .types import PyTree, Updates
 
 
-def after(updates: Updates, previous: PyTree) -> Updates:
+def order_after(updates: Updates, previous: PyTree) -> Updates:
     """Makes `updates` depend on every array of `previous`, without changing a bit.
 
     Compilers merge independent collectives, and XLA:CPU removes optimization barriers before it does so. This is a real

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core.trees import is_key
 from .._core.types import Array, Like, Shape, State
-from ..state.marks import PerWorker, Resize, Sharded, cutting, merging_rules
+from ..state.marks import PerWorker, Resize, Sharded, cutting_marks, merging_rules
 from ..state.placement import copy_to_workers, refit
 from ._files import ARRAYS, MANIFEST
 from ._manifest import PACKING, Leaf, Manifest, name_leaves, orbax, packed_leaves, path_of
@@ -199,13 +199,13 @@ def _empty(leaf: Leaf) -> np.ndarray:
 
 def whole_shape(marks: Sequence[Any], shape: Shape) -> Shape:
     """Returns the shape of the array that the marks distribute: unsharded, and without worker dimensions."""
-    cuts = cutting(marks)
+    cuts = cutting_marks(marks)
     return tuple(cuts[-1].shape) if cuts and isinstance(cuts[-1], Sharded) else shape[len(cuts) :]
 
 
 def same_kinds(left: Sequence[Any], right: Sequence[Any]) -> bool:
     """Returns whether two leaves have the same kinds of marks, over any number of workers."""
-    return [type(mark) for mark in cutting(left)] == [type(mark) for mark in cutting(right)]
+    return [type(mark) for mark in cutting_marks(left)] == [type(mark) for mark in cutting_marks(right)]
 
 
 def _convert_leaf(was: Sequence[Any], found: np.ndarray, marks: Sequence[Any], leaf: Like, rule: Resize) -> np.ndarray:
@@ -228,7 +228,7 @@ def convert(
 def _unshard(marks: Sequence[Any], found: Array | np.ndarray, rule: Resize) -> Array | np.ndarray:
     """Undoes the marks like `jd.consensus`: per-worker values are merged, shards are joined."""
     # Each mark owns the first dimension that is left; only the last one can be Sharded, with padding at its end.
-    for mark in cutting(marks):
+    for mark in cutting_marks(marks):
         if isinstance(mark, Sharded):
             found = found[: math.prod(mark.shape)].reshape(*mark.shape, *found.shape[1:])
         else:
@@ -240,7 +240,7 @@ def _unshard(marks: Sequence[Any], found: Array | np.ndarray, rule: Resize) -> A
 
 def _distribute(marks: Sequence[Any], whole: Array | np.ndarray, shape: Shape) -> Array | np.ndarray:
     """Applies the marks like `jd.place`, the innermost first: each adds or shards its dimension."""
-    cuts = cutting(marks)
+    cuts = cutting_marks(marks)
     for dimension in reversed(range(len(cuts))):
         mark, length = cuts[dimension], shape[dimension]
         if isinstance(mark, Sharded):

@@ -20,7 +20,7 @@ from ..state.marks import (
     PerWorker,
     Sharded,
     axis_tuple,
-    cutting,
+    cutting_marks,
     flatten_marks,
     is_mark,
     with_value,
@@ -197,7 +197,7 @@ def _leaf(name: str, described: dict[str, Any]) -> Leaf:
         # Raises TypeError for an unknown name.
         jnp.dtype(dtype)
     # Only the innermost mark can be Sharded, and its dimension holds at least the entries of the whole array.
-    cuts = cutting(marks)
+    cuts = cutting_marks(marks)
     last = cuts[-1] if cuts else None
     fits = len(shape) == len(cuts) and shape[-1] >= math.prod(last.shape) if isinstance(last, Sharded) else True
     if len(shape) < len(cuts) or not fits or any(isinstance(cut, Sharded) for cut in cuts[:-1]):

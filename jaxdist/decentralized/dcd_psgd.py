@@ -12,7 +12,7 @@ from .._core.types import Array, PyTree
 from ..comm.base import Comm
 from ..compressors.compressor import Compressor
 from ..topology.base import Topology
-from ..wire.mixing import times, weight_of
+from ..wire.mixing import multiply_in_dtype, weight_of
 from .exchange import exchange, exchange_rows, init_copy
 from .method import Method, StepContext, StepResult, check_interval, check_undirected, every_n_steps
 
@@ -110,7 +110,10 @@ class _DCD(NamedTuple):
 
         # Σ_j W_ij (x_j - x_i) from this worker's copies of the models.
         def pull_of(x: Array) -> Array:
-            return sum((times(x[k] - x[0], weight) for k, weight in enumerate(weights, start=1)), jnp.zeros_like(x[0]))
+            return sum(
+                (multiply_in_dtype(x[k] - x[0], weight) for k, weight in enumerate(weights, start=1)),
+                jnp.zeros_like(x[0]),
+            )
 
         known, pull = jax.tree.map(lambda x: x[0], rows), jax.tree.map(pull_of, rows)
         # Every row moves by the decoded step of its worker: x_j += q_j.

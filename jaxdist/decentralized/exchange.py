@@ -12,7 +12,7 @@ from ..compressors.compressor import Compressor
 from ..transforms.common import zeros_like
 from ..wire.buffers import fuse_bytes, stack_by_shape, unstack
 from ..wire.codec import TreeCodec
-from ..wire.mixing import times, weight_of
+from ..wire.mixing import multiply_in_dtype, weight_of
 from ..wire.shards import map_groups
 from .method import StepContext
 
@@ -52,7 +52,7 @@ def _exchange_group(context: StepContext, compressor: Compressor, tree: PyTree) 
         theirs = decode_leaves(compressor, arrived, stacks)
         # Where nothing arrives the payload is all zeros, which may decode to anything.
         total = [
-            t + jnp.where(weight == 0, 0, times(their - mine, weight))
+            t + jnp.where(weight == 0, 0, multiply_in_dtype(their - mine, weight))
             for t, their, mine in zip(total, theirs, own, strict=True)
         ]
     return structure.unflatten(unstack(groups, own)), structure.unflatten(unstack(groups, total))

@@ -11,7 +11,7 @@ from ..comm.base import Comm
 from ..comm.over import over
 from ..topology.base import Topology
 from ..topology.spectrum import is_doubly_stochastic, is_symmetric, separate_workers
-from ..wire.mixing import change_at
+from ..wire.mixing import mixing_change
 from ..wire.shards import map_groups
 
 
@@ -120,7 +120,7 @@ def mixing_delta(context: StepContext, tree: PyTree, *, like: PyTree | None = No
     # A sum of differences, since weights like 1/3 are rounded, and a sum of models would drift where they are equal.
     # A worker rounds its own model as it sends it, so that low precision on the wire keeps the mean.
     def change(part: PyTree, dtypes: PyTree) -> PyTree:
-        return change_at(context.comm, context.topology, context.count, part, like=dtypes)
+        return mixing_change(context.comm, context.topology, context.count, part, like=dtypes)
 
     return map_groups(change, tree, tree if like is None else like)
 

@@ -11,7 +11,7 @@ from .._core.compat import is_on_host
 from .._core.trees import is_key, to_device
 from .._core.types import Array, Flag, PyTree, State
 from ..comm.base import Comm
-from ..state.marks import NO_PARAMETER, beside, is_mark
+from ..state.marks import NO_PARAMETER, is_mark, parameter_indices
 from ..transforms.quantized_state import is_coded
 from ..wire.shards import gather_marked, split_marked
 from .rounds import cond_or_static, exact_mean
@@ -86,7 +86,7 @@ def find_buffers(inner: optax.GradientTransformation, state: State, params: PyTr
     counts steps and must go on. A count belongs to a buffer if both are fields of the same NamedTuple.
     """
     params = _without_marks(params)
-    numbers = beside(inner.init, state, params, is_leaf=is_coded)
+    numbers = parameter_indices(inner.init, state, params, is_leaf=is_coded)
     # The hyperparameters of `optax.inject_hyperparams` may have names of parameters, such as `b1`.
     like_params = jax.tree_util.tree_map_with_path(
         lambda path, k: k != NO_PARAMETER and not any(getattr(key, "name", None) == "hyperparams" for key in path),

@@ -17,7 +17,7 @@ from ..transforms.common import LearningRate, check_per_worker
 from ..transforms.local_gradients import check_leaves, check_local
 from ..transforms.weights import weight_of_worker
 from ..wire.buffers import fuse
-from ..wire.mixing import change_at
+from ..wire.mixing import mixing_change
 from .geometry import Geometry
 
 Weights = Literal["batch", "uniform"]
@@ -79,7 +79,7 @@ class Averaging(NamedTuple):
         else:
             for k in range(self.rounds):
                 # x_i + Σ_j W_ij (x_j - x_i); round k of this step is step count · rounds + k of a graph that changes.
-                message = plus(message, change_at(comm, topology, count * self.rounds + k, message))
+                message = plus(message, mixing_change(comm, topology, count * self.rounds + k, message))
         if examples is None:
             return message
         tree, total = message

@@ -9,7 +9,7 @@ import optax
 
 from .._core.checks import check_count
 from .._core.jaxprs import propagate
-from .._core.order import after
+from .._core.order import order_after
 from .._core.trees import fold_keys, tree_where
 from .._core.types import Array, AxisNames, Bool, PyTree, State
 from ..comm.over import over
@@ -211,7 +211,7 @@ class _Pipelined(NamedTuple):
         for i, gradient in gradients.items():
             with jax.named_scope(f"layer_{i}"):
                 # Each waits for the one before: compilers merge collectives that are independent.
-                reduced, states[i] = self.reducer.reduce(after(gradient, previous), states[i], comm)
+                reduced, states[i] = self.reducer.reduce(order_after(gradient, previous), states[i], comm)
             means[i] = previous = reduced.mean
         return means, tuple(states)
 

@@ -7,7 +7,7 @@ import jax
 from .._core.descriptions import with_description
 from .._core.types import State, Updates
 from ..comm.base import Comm
-from ..wire.buffers import rows
+from ..wire.buffers import rows_of_workers
 from .messages import from_generator
 from .reducer import Extras, Forms, Law, Messages, Protocol, Reduced, Reducer
 
@@ -47,5 +47,5 @@ def _exact_shards(groups: int) -> Reducer:
 def _exact_shard_messages(groups: int, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
     leaves, tree = jax.tree.flatten(updates)
     # Row `j` has the shard of worker `j`, padded as `Sharded` pads it.
-    received = yield Messages(scatter=[rows(leaf, comm.size, groups=groups) for leaf in leaves])
+    received = yield Messages(scatter=[rows_of_workers(leaf, comm.size, groups=groups) for leaf in leaves])
     return Reduced(tree.unflatten(received.scatter), updates), state

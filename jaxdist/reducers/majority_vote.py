@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from .._core.descriptions import with_description
 from ..compressors.packing import pack, unpack
-from ..wire.buffers import concatenate, from_vectors, rows
+from ..wire.buffers import concatenate, from_vectors, rows_of_workers
 from .messages import from_generator
 from .reducer import NO_MAGNITUDES, Law, Messages, Reduced, Reducer, Use
 
@@ -47,7 +47,7 @@ def majority_vote() -> Reducer:
             return Reduced(updates, updates), state
         signs = [(leaf >= 0).astype(jnp.uint8) for leaf in leaves]
         # Row `j` has the entries whose votes worker `j` counts; rows end with a whole byte.
-        ballots = rows(concatenate(signs), comm.size)
+        ballots = rows_of_workers(concatenate(signs), comm.size)
         received = yield Messages(exchange=[pack(ballots, 1)])
         ayes = jnp.sum(unpack(received.exchange[0], 1, ballots.shape[1]), axis=0, dtype=jnp.int32)
         # sgn(Σ_w sgn(x_w)): at least half of the workers.

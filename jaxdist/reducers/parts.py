@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jax import lax
 
-from .._core.order import after
+from .._core.order import order_after
 from .._core.trees import fold_keys
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
@@ -43,14 +43,14 @@ def _wait_for_window(vector: Array, arrived: list[Array], window: int) -> Array:
         return vector
     last = arrived[-1]
     if window == 1:
-        return after(vector, last)
+        return order_after(vector, last)
     first = arrived[-window:][:1] if len(arrived) >= window else []
 
     def wait_for_last(vector, last, first):
-        return after(vector, last)
+        return order_after(vector, last)
 
     def wait_for_first(vector, last, first):
-        return after(vector, first)
+        return order_after(vector, first)
 
     # Collectives on CPU block, and would be merged within a window.
     return lax.platform_dependent(vector, last, first, cpu=wait_for_last, default=wait_for_first)

@@ -11,7 +11,7 @@ from .._core.descriptions import with_description
 from .._core.trees import fold_keys, select_leaves
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
-from ..wire.buffers import length
+from ..wire.buffers import shard_length
 from .messages import as_generator, from_generator, interleave
 from .reducer import Extras, Forms, Law, Protocol, Reduced, Reducer, forward_forms, forward_limits, weakest
 from .trees import list_named_leaves
@@ -117,7 +117,7 @@ def _zero_messages(groups: int | None, updates: Updates, state: State, comm: Com
     own = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), updates)
     if groups is None:
         return Reduced(own, own), state
-    sizes = jax.tree.map(lambda leaf: groups * length(leaf.size, groups * comm.size), updates)
+    sizes = jax.tree.map(lambda leaf: groups * shard_length(leaf.size, groups * comm.size), updates)
     return Reduced(jax.tree.map(lambda leaf, size: jnp.zeros(size, leaf.dtype), updates, sizes), own), state
 
 

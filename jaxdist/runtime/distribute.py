@@ -25,7 +25,7 @@ from ..state.marks import (
     check_agreed,
     check_batch_usable,
     check_usable,
-    cutting,
+    cutting_marks,
     flatten_marks,
     is_spec,
     run_in_view,
@@ -195,7 +195,7 @@ class _Distributed(NamedTuple):
 def _check_placed(state: State, mesh: Mesh | AbstractMesh) -> None:
     """Checks that marked leaves have dimensions for the workers of the mesh."""
     for marks, _, leaf in flatten_marks(state):
-        for dimension, mark in enumerate(cutting(marks)):
+        for dimension, mark in enumerate(cutting_marks(marks)):
             count = workers(mesh, mark.axis)
             # A state that was never placed lacks the dimension.
             found = leaf.shape[dimension] if dimension < leaf.ndim else 1
@@ -275,7 +275,9 @@ def disagreement(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> tuple
     """
     check_usable(state)
     # Marks that do not cut, such as `OnHost`, say nothing against equal values.
-    named = [(leaf_name(path), leaf) for marks, path, leaf in flatten_marks(bind(state, axis)) if not cutting(marks)]
+    named = [
+        (leaf_name(path), leaf) for marks, path, leaf in flatten_marks(bind(state, axis)) if not cutting_marks(marks)
+    ]
     if not named:
         return ()
     # 4 bytes a leaf cross the network, not the values.

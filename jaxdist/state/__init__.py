@@ -18,7 +18,7 @@ from .flax_marks import register_with_flax as _register_with_flax
 from .marks import OnHost as OnHost
 from .marks import PerWorker as PerWorker
 from .marks import Sharded as Sharded
-from .marks import cutting as cutting
+from .marks import cutting_marks as cutting_marks
 from .marks import spec_of as spec_of
 from .marks import with_value as with_value
 from .placement import consensus as consensus

@@ -267,14 +267,14 @@ def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     return jax.tree.structure(tree).unflatten([*map(f, marks, *map(jax.tree.leaves, (tree, *rest)))])
 
 
-def cutting(marks: Sequence[Any]) -> list[Any]:
+def cutting_marks(marks: Sequence[Any]) -> list[Any]:
     """The marks of a leaf, bound to axes, that have a leading dimension in its global array."""
     return [mark for mark in marks if not isinstance(mark, OnHost) and mark.axis]
 
 
 def spec_of(marks: tuple[Any, ...]) -> PartitionSpec:
     """The PartitionSpec of a leaf inside these marks: one leading dimension for each mark that has an axis."""
-    return PartitionSpec(*(spec_entry(mark.axis) for mark in cutting(marks)))
+    return PartitionSpec(*(spec_entry(mark.axis) for mark in cutting_marks(marks)))
 
 
 def spec_entry(axis: AxisNames) -> Any:
@@ -298,7 +298,7 @@ def name_leaf(what: str, path: Any) -> str:
     return f"{what} {jax.tree_util.keystr(path)}" if path else what
 
 
-def beside(
+def parameter_indices(
     init: Callable[[PyTree], PyTree], state: PyTree, params: PyTree, *, is_leaf: Callable[[Any], bool] = lambda _: False
 ) -> PyTree:
     """The index of the parameter to which each leaf of a state belongs, or `NO_PARAMETER`; shapes may differ.
@@ -354,7 +354,7 @@ def view_of(state: State, axes: Sequence[str]) -> WorkerView:
     """Finds out which dimensions of the leaves the mapped axes split."""
     specs, dimensions = [], []
     for leaf in flatten_marks(state):
-        marks = cutting(leaf.marks)
+        marks = cutting_marks(leaf.marks)
         # The axes of a mark are mapped all or not at all.
         entries = [spec_entry(mark.axis) if set(axis_tuple(mark.axis)) <= set(axes) else None for mark in marks]
         specs.append(PartitionSpec(*entries))
@@ -508,7 +508,7 @@ def _map_fields(f: Any, state: State, *rest: State) -> State:
 def check_agreed(tree: PyTree, axes: Sequence[str], *, what: str, advise: Callable[[Any], str]) -> None:
     """Checks that no leaf outside marks is typed as differing between workers; `advise(path)` says what to do."""
     for marks, path, leaf in flatten_marks(tree):
-        over = {name for mark in cutting(marks) for name in axis_tuple(mark.axis)}
+        over = {name for mark in cutting_marks(marks) for name in axis_tuple(mark.axis)}
         differs = varying_axes(leaf) & set(axes) - over
         if differs:
             name = f"{what} `{leaf_name(path)}`" if path else what

@@ -24,7 +24,7 @@ from .marks import (
     axis_tuple,
     bind,
     check_usable,
-    cutting,
+    cutting_marks,
     is_mark,
     map_marked,
     merging_rules,
@@ -182,7 +182,7 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     """
 
     def resize_leaf(marks, leaf):
-        marks = cutting(marks)
+        marks = cutting_marks(marks)
         counts = [workers(mesh, mark.axis) for mark in marks]
         lengths = [
             length_with_padding(mark, n) if isinstance(mark, Sharded) else n
@@ -209,7 +209,7 @@ def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array
       [[2.0], [2.0], [2.0]]
     """
     xp = _numpy_of(leaf)
-    for dimension, mark in enumerate(cutting(marks)):
+    for dimension, mark in enumerate(cutting_marks(marks)):
         leaf = xp.moveaxis(leaf, dimension, 0)
         length = shape[dimension]
         leaf = _resize_padding(leaf, mark, length) if isinstance(mark, Sharded) else _resize_workers(leaf, mark, length)

@@ -20,7 +20,7 @@ from ..reducers.reducer import NO_EXTRAS, Extras, Law, Reducer, contraction_of, 
 from ..runtime.simulate import simulate
 from ..state.marks import PerWorker, Sharded, is_mark, name_leaf
 from ..state.placement import init_state
-from ..wire.buffers import length
+from ..wire.buffers import shard_length
 from .compressor_laws import ENTRIES, NOT_FINITE
 
 LIKE = {
@@ -277,7 +277,7 @@ def _check_shards(form: Reducer, updates: PyTree, single: Comm) -> None:
         return  # it refuses to be set up
     with _noting("shards are split like Sharded"):
         reduced, after = jax.eval_shape(lambda x, state: form.reduce(x, state, single, Extras(0, 0.1)), updates, before)
-    shards = jax.tree.map(lambda x: jax.ShapeDtypeStruct((length(math.prod(x.shape), 1),), x.dtype), updates)
+    shards = jax.tree.map(lambda x: jax.ShapeDtypeStruct((shard_length(math.prod(x.shape), 1),), x.dtype), updates)
     _law("shards are split like Sharded", _same(_shapes(reduced.mean), shards), f"{shards} came as {reduced.mean}")
     _law("the state of the reduce-scatter form keeps its types", _same(after, before), f"{before} became {after}")
 

@@ -16,7 +16,7 @@ from ..state.marks import PerWorker, bind, is_mark, with_value
 from .extra_args import with_extra_args
 from .local_gradients import check_leaves, check_local
 from .skip_nonfinite import is_guarded
-from .weights import scale, weight_of_worker
+from .weights import scale_leaves, weight_of_worker
 
 
 class AccumulateState(NamedTuple):
@@ -123,7 +123,7 @@ class _Accumulate(NamedTuple):
             loss = jnp.asarray(extra_args["value"])
             wide = jax.tree.map(lambda x: jnp.where(jnp.isnan(loss).any(), jnp.nan, x), wide)
             extra_args["value"] = jnp.where(number > 0, loss, jnp.zeros_like(loss))
-        total = jax.tree.map(jnp.add, sums, wide if weight is None else scale(wide, number))
+        total = jax.tree.map(jnp.add, sums, wide if weight is None else scale_leaves(wide, number))
         seen = state.examples.value + number
         count = next_count(state.count)
 

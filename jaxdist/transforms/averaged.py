@@ -17,7 +17,7 @@ from .._core.types import Array, AxisNames, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import axis_tuple, is_mark
-from .weights import scale, weight_of, weight_of_worker
+from .weights import scale_leaves, weight_of, weight_of_worker
 
 # The functions that optimizers of optax call, with what they pass besides the parameters.
 CALLED = {"value_fn": (), "obj_fn": (), "grad_fn": (0,)}
@@ -119,7 +119,7 @@ def average_arguments(extra_args: dict[str, Any], axis: AxisNames, weight: Array
     def average_leaf(x: Any) -> Any:
         if not is_unknown(x):
             return x
-        return _wide_mean(x if factor is None else scale(x, factor), comm)
+        return _wide_mean(x if factor is None else scale_leaves(x, factor), comm)
 
     return {
         name: average_function(x, axis, f"{name}=", factor)
@@ -230,7 +230,7 @@ def _call(
         if typed and not varying_axes(x) & set(axis_tuple(axis)):
             return x
         if jnp.issubdtype(x.dtype, jnp.floating):
-            return _wide_mean(x if factor is None else scale(x, factor), comm)
+            return _wide_mean(x if factor is None else scale_leaves(x, factor), comm)
         if typed:
             raise ValueError(
                 f"{name} returns {x.dtype} values that differ between workers of axis {axis!r}, and only floating ones "

@@ -22,7 +22,7 @@ from ..state.marks import (
 )
 from .extra_args import has_type
 from .overwritten import explain_overwritten
-from .weights import keep_unsent, scale, weight_of, weight_of_worker, zero_unless
+from .weights import keep_unsent, scale_leaves, weight_of, weight_of_worker, zero_unless
 
 
 def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
@@ -128,9 +128,9 @@ def reduce_weighted(
     # A linear reducer averages n_w g_w and n_w together: Σ n_w g_w / Σ n_w in one collective. Not in float16, whose
     # largest number is 65504: a batch of 512 tokens would turn gradients of 200 into infinity.
     if plain and not any(x.dtype == jnp.float16 for x in jax.tree.leaves(updates)):
-        (mean, count), new_state = reduce((scale(updates, examples), comm.varying(examples)), state)
+        (mean, count), new_state = reduce((scale_leaves(updates, examples), comm.varying(examples)), state)
         some = count > 0
-        mean = scale(mean, 1 / jnp.where(some, count, 1)) if divide else mean
+        mean = scale_leaves(mean, 1 / jnp.where(some, count, 1)) if divide else mean
     elif is_weighted:
         # A maximum of flags, not a sum of counts: NaN for a number of examples must not end the round for all.
         some = comm.max(comm.varying((examples > 0).astype(jnp.float32))) > 0
@@ -138,7 +138,7 @@ def reduce_weighted(
     # A compressor needs the weight first: entries must not grow with the number of examples.
     else:
         weight, some = weight_of(examples, comm)
-        mean, new_state = reduce(scale(updates, weight if divide else examples), state)
+        mean, new_state = reduce(scale_leaves(updates, weight if divide else examples), state)
     # Without any example the step is skipped, residuals included.
     return zero_unless(some, mean), keep_unsent(some, new_state, state, updates), some
 
@@ -164,7 +164,7 @@ def local_gradients(
     updates = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), updates)
     weight = weight_of_worker(examples, active, name=name)
     if weight is not None:
-        updates = scale(updates, weight_of(weight, comm)[0])
+        updates = scale_leaves(updates, weight_of(weight, comm)[0])
     return updates, comm
 
 

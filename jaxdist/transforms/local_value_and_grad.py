@@ -19,7 +19,7 @@ from ..state.flax_marks import STREAMS, variables_by_path
 from ..state.marks import axis_tuple, is_mark, name_leaf
 from .divisor import find_divisor
 from .weights import as_number
-from .weights import scale as scale_by
+from .weights import scale_leaves as scale_by
 
 
 def to_varying(tree: PyTree, axis: AxisNames) -> PyTree:

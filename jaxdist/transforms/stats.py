@@ -12,7 +12,7 @@ from .._core.xla_quirks import largest_entry
 from ..comm.over import over
 from ..reducers.error_feedback import ErrorFeedbackState
 from ..reducers.with_stats import TrackedState
-from ..state.marks import OnHost, PerWorker, cutting, map_marked
+from ..state.marks import OnHost, PerWorker, cutting_marks, map_marked
 from .all_reduce import AllReduceState
 from .dynamic_loss_scale import named_loss_scales
 from .mistakes import communicates
@@ -110,7 +110,7 @@ def _matching(tree: PyTree, matches: Callable[[Any], bool]) -> list[Any]:
 
 def _count_workers(marks: Sequence[Any], leaf: Array) -> int:
     """Returns the number of workers that an array has rows for."""
-    held = [mark for mark in cutting(marks) if not _is_bound(mark.axis)]
+    held = [mark for mark in cutting_marks(marks) if not _is_bound(mark.axis)]
     return math.prod(n for n, mark in zip(leaf.shape, held, strict=False) if isinstance(mark, PerWorker))
 
 

@@ -16,7 +16,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import tree_where
 from .._core.types import Array, Bool, Float, PyTree, State, Updates
 from ..comm.base import Comm
-from ..state.marks import NO_PARAMETER, beside, is_mark
+from ..state.marks import NO_PARAMETER, is_mark, parameter_indices
 
 
 def weight_of_worker(examples: Any, active: Any, *, name: str) -> Float[Array, ""] | None:
@@ -132,7 +132,7 @@ def _mask(weight: Array, active: Any) -> Array:
     return jnp.where(as_flag(active), weight, 0)
 
 
-def scale(tree: Updates, factor: Array) -> Updates:
+def scale_leaves(tree: Updates, factor: Array) -> Updates:
     """Multiplies by `factor`, one number or `[leaves]`; a factor of 0 gives 0 even for NaN: a mean may be 0/0."""
 
     # In float32, where a product of half-precision numbers would overflow.
@@ -159,7 +159,7 @@ def keep_unused(used: Array, new: State, old: State, init: Callable[[PyTree], St
     """
     if used.ndim == 0:
         return tree_where(used, new, old)
-    owners = jax.tree.leaves(beside(init, old, params))
+    owners = jax.tree.leaves(parameter_indices(init, old, params))
     any_used = used.any()
     leaves, structure = jax.tree.flatten(new)
     return structure.unflatten(

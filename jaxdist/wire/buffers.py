@@ -229,12 +229,12 @@ def from_byte_planes(words: UInt[Array, "*batch bytes"], *, dtype: DTypeLike) ->
     return lax.bitcast_convert_type(reduce(operator.or_, shifted), dtype)
 
 
-def length(size: int, workers: int) -> int:
+def shard_length(size: int, workers: int) -> int:
     """The number of entries in each worker's shard of an array of `size` entries."""
     return -(-size // (workers * MULTIPLE)) * MULTIPLE
 
 
-def rows(x: Array, workers: int, *, groups: int = 1) -> Array:
+def rows_of_workers(x: Array, workers: int, *, groups: int = 1) -> Array:
     """`[*s] -> [W, n]`, padded with zeros: row `j` is worker `j`'s shard; with several groups `[W, groups·n]`."""
     flat = x.ravel()
     flat = jnp.pad(flat, (0, -flat.size % (groups * workers * MULTIPLE)))

@@ -14,7 +14,7 @@ from ..topology.base import Round, Topology
 from .buffers import fuse
 
 
-def change_at(
+def mixing_change(
     comm: Comm, topology: Topology, count: Int[Array, ""], tree: PyTree, *, like: PyTree | None = None
 ) -> PyTree:
     """The change `Σ_j W_ij x_j - x_i` of this worker by step `count` of a topology."""
@@ -39,13 +39,13 @@ def _mixer(round: Round, workers: int, dtypes: Sequence[jnp.dtype]) -> Callable[
             return [widen(comm.varying(mean)) - widen(x) for mean, x in zip(means, sent, strict=True)]
         out = [comm.varying(jnp.zeros(leaf.shape, working_dtype(leaf.dtype))) for leaf in leaves]
         if np.max(np.abs(excess)) > 1e-9:
-            out = [times(widen(leaf), weight_of(comm, excess.tolist())) for leaf in leaves]
+            out = [multiply_in_dtype(widen(leaf), weight_of(comm, excess.tolist())) for leaf in leaves]
         # Σ_j W_ij (x_j - x_i): differences, so that equal models stay equal to the last bit.
         for message in round.messages:
             weight = weight_of(comm, message.weights)
             arrived = fuse(comm, lambda x, pairs=message.pairs: comm.ppermute(x, pairs), sent)
             out = [
-                total + times(widen(theirs) - widen(mine), weight)
+                total + multiply_in_dtype(widen(theirs) - widen(mine), weight)
                 for total, theirs, mine in zip(out, arrived, sent, strict=True)
             ]
         return out
@@ -74,6 +74,6 @@ def weight_of(comm: Comm, weights: Sequence[float]) -> Array | float:
     return jnp.asarray(np.array(weights, np.float32))[comm.index]
 
 
-def times(x: Array, weight: Array | float) -> Array:
+def multiply_in_dtype(x: Array, weight: Array | float) -> Array:
     """Multiplies in the dtype of `x`."""
     return x * (weight if isinstance(weight, float | int) else weight.astype(x.dtype))

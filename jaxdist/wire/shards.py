@@ -13,7 +13,7 @@ from .._core.types import Array, Like, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import Sharded, axis_tuple, flatten_marks, is_mark, map_marked, with_value
-from .buffers import concatenate, group_alike, length, rows
+from .buffers import concatenate, group_alike, rows_of_workers, shard_length
 
 
 def unshard(rows: Array, like: Like, *, groups: int = 1) -> Array:
@@ -23,9 +23,9 @@ def unshard(rows: Array, like: Like, *, groups: int = 1) -> Array:
     return rows.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
-def piece(x: Array, comm: Comm) -> Array:
+def shard_of(x: Array, comm: Comm) -> Array:
     """`[*s] -> [n]`: this worker's shard."""
-    cut = comm.varying(rows(x, comm.size))
+    cut = comm.varying(rows_of_workers(x, comm.size))
     return lax.dynamic_index_in_dim(cut, comm.index, keepdims=False)
 
 
@@ -47,14 +47,14 @@ def clear_padding(piece: Array, size: int, workers: int, index: Array, *, groups
 
 def concat_rows(leaves: Sequence[Array], workers: int, *, groups: int = 1) -> Array:
     """Concatenates the rows of several leaves, `[W, Σ n]`: row `j` has worker `j`'s shards."""
-    return concatenate([rows(leaf, workers, groups=groups) for leaf in leaves], rows=True)
+    return concatenate([rows_of_workers(leaf, workers, groups=groups) for leaf in leaves], rows=True)
 
 
 def split_leaves(flat: Array, leaves: Sequence[Like], workers: int, *, groups: int = 1) -> list[Array]:
     """`[*batch, Σ n] -> [*batch, n]` for each leaf: the inverse of `concat_rows`, for one row or all rows."""
     out, start = [], 0
     for leaf in leaves:
-        n = groups * length(math.prod(leaf.shape), groups * workers)
+        n = groups * shard_length(math.prod(leaf.shape), groups * workers)
         out.append(lax.slice_in_dim(flat, start, start + n, axis=flat.ndim - 1))
         start += n
     return out

@@ -11,7 +11,7 @@ from ..state.marks import OnHost, PerWorker, Sharded, is_mark
 from ..transforms.extra_args import refuse_examples
 from ..transforms.local_gradients import varies_somewhere
 from ..transforms.quantized_state import is_coded
-from ..wire.buffers import MULTIPLE, length
+from ..wire.buffers import MULTIPLE, shard_length
 
 
 def check_inner(state: PyTree) -> None:
@@ -71,7 +71,7 @@ def check_sharding(params: PyTree, comm: Comm, *, caller: str = "zero_redundancy
                 f"{name} is marked {type(leaf).__name__}, but {caller} supports only replicated and Sharded "
                 "parameters: unwrap it in the step, or use another optimizer for it with optax.partition"
             )
-        expected = length(math.prod(leaf.shape), comm.size)
+        expected = shard_length(math.prod(leaf.shape), comm.size)
         if leaf.value.shape != (expected,):
             raise ValueError(
                 f"{name} of shape {leaf.shape} is cut into shards of shape {leaf.value.shape} for {comm.size} workers, "

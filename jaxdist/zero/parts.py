@@ -31,7 +31,7 @@ from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import is_mark
 from ..wire.buffers import MULTIPLE
-from ..wire.shards import clear_padding, piece, unshard
+from ..wire.shards import clear_padding, shard_of, unshard
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("value", "full"), meta_fields=("shape",))
@@ -68,7 +68,7 @@ is_part: Callable[[Any], bool] = Part.__instancecheck__
 
 def local_shard(x: Any, comm: Comm) -> Array:
     """The shard that this worker owns of a part or of a whole array."""
-    return x.value if is_part(x) else piece(x, comm)
+    return x.value if is_part(x) else shard_of(x, comm)
 
 
 def all_gather_shards(x: Array, shape: Shape, comm: Comm) -> Array:
@@ -82,7 +82,7 @@ def as_parts(tree: PyTree, comm: Comm | None = None) -> PyTree:
     def as_part(x: Any) -> Any:
         if is_mark(x):
             return Part(x.value, x.shape)
-        return x if comm is None else Part(piece(x, comm), x.shape, x)
+        return x if comm is None else Part(shard_of(x, comm), x.shape, x)
 
     return jax.tree.map(as_part, tree, is_leaf=is_mark)
 
@@ -165,7 +165,7 @@ def _apply_elementwise(equation: Any, operands: Sequence[Any], comm: Comm) -> Pa
     mixed = equation.primitive.name in TAKES_NUMBERS and bool(shape)
     bind = partial(equation.primitive.bind, **equation.params)
 
-    def shard_of(x: Any) -> Array:
+    def operand_of(x: Any) -> Array:
         if is_part(x) and x.shape == shape:
             return x.value
         if isinstance(x, Uniform):
@@ -174,12 +174,12 @@ def _apply_elementwise(equation: Any, operands: Sequence[Any], comm: Comm) -> Pa
         if x.ndim == 0:
             return x if mixed else jnp.broadcast_to(x, length)
         # Dimensions of one entry are broadcast to longer ones.
-        return piece(jnp.broadcast_to(x, shape), comm)
+        return shard_of(jnp.broadcast_to(x, shape), comm)
 
     # If all operands are known in full, so is the result: an operation that needs it later gathers nothing.
     fulls = [x.full if is_part(x) else _as_array(x) for x in operands]
     full = None if any(x is None for x in fulls) else bind(*fulls)
-    return Part(bind(*comm.varying([shard_of(x) for x in operands])), shape, full)
+    return Part(bind(*comm.varying([operand_of(x) for x in operands])), shape, full)
 
 
 def _apply_branch(comm: Comm, branch: Any, *operands: Any) -> list[Any]:
@@ -189,7 +189,7 @@ def _apply_branch(comm: Comm, branch: Any, *operands: Any) -> list[Any]:
         if is_part(x):
             return Part(x.value, x.shape) if x.shape else x.whole(comm)
         x = _as_array(x)
-        return Part(piece(x, comm), x.shape) if jnp.shape(x) else x
+        return Part(shard_of(x, comm), x.shape) if jnp.shape(x) else x
 
     return [share_form(x) for x in _evaluate(branch, comm, operands)]
 

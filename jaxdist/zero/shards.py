@@ -19,7 +19,7 @@ from ..reducers.reducer import Extras, Reducer
 from ..schedule.buckets import assign_buckets, forward_positions
 from ..state.marks import Sharded, axis_tuple, is_mark, with_value
 from ..transforms.quantized_state import Coded, CompactState, is_coded, worth_coding
-from ..wire.buffers import MULTIPLE, fuse, fuse_bytes, group_by_shape, rows, stack_by_shape
+from ..wire.buffers import MULTIPLE, fuse, fuse_bytes, group_by_shape, rows_of_workers, stack_by_shape
 from ..wire.codec import TreeCodec
 from ..wire.shards import clear_padding, unshard
 
@@ -32,7 +32,7 @@ def shard_for_one_worker(tree: PyTree, axis: AxisNames) -> PyTree:
     if axis_tuple(axis):
         return tree
     return jax.tree.map(
-        lambda x: with_value(x, rows(x.value, 1)[0]) if _is_sharded(x) else x, tree, is_leaf=_is_sharded
+        lambda x: with_value(x, rows_of_workers(x.value, 1)[0]) if _is_sharded(x) else x, tree, is_leaf=_is_sharded
     )
 
 

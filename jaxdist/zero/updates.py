@@ -16,7 +16,7 @@ from ..state.marks import Sharded, is_mark, with_value
 from ..transforms.master import follow_parameter
 from ..wire.buffers import MULTIPLE
 from ..wire.codec import step_key
-from ..wire.shards import piece, unshard
+from ..wire.shards import shard_of, unshard
 from .parts import Part, is_part, local_shard
 from .shards import decode, encode, gather, gather_payloads
 
@@ -48,7 +48,7 @@ def follow_params(master: PyTree, params: PyTree, comm: Comm) -> PyTree:
     """Moves the shards of the masters as far as something else has moved their parameters since the last update."""
 
     def follow_leaf(m: Any, p: Any) -> Any:
-        return with_value(m, follow_parameter(m.value, p.value if is_mark(p) else piece(p, comm)))
+        return with_value(m, follow_parameter(m.value, p.value if is_mark(p) else shard_of(p, comm)))
 
     return jax.tree.map(follow_leaf, master, params, is_leaf=is_mark)
 
@@ -130,7 +130,7 @@ def _gather_encoded_params(
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
     pairs = list(zip(moved, leaves, strict=True))
     # master - params contains all earlier compression errors, so no residual is kept.
-    owed = [_difference(x, piece(p, comm)) for x, p in pairs if not is_mark(p)]
+    owed = [_difference(x, shard_of(p, comm)) for x, p in pairs if not is_mark(p)]
     _, full = _exchange(owed, [p.shape for p in leaves if not is_mark(p)], state, compressor, comm)
     decoded = iter(full)
 

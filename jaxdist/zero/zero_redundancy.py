@@ -19,13 +19,13 @@ from ..compressors.scaled import contraction_form
 from ..reducers.exact import exact
 from ..reducers.reducer import Extras, Reducer, Use, check_use, shards_of
 from ..reducers.trees import is_map_params_placeholder
-from ..state.marks import NO_PARAMETER, Sharded, beside, bind, is_mark, with_value
+from ..state.marks import NO_PARAMETER, Sharded, bind, is_mark, parameter_indices, with_value
 from ..transforms.averaged import average_arguments
 from ..transforms.extra_args import with_extra_args
 from ..transforms.local_gradients import check_leaves, check_local, check_shapes, refuse_model_axes
-from ..transforms.weights import scale, weight_of, weight_of_leaves, zero_unless
+from ..transforms.weights import scale_leaves, weight_of, weight_of_leaves, zero_unless
 from ..wire.buffers import MULTIPLE
-from ..wire.shards import piece
+from ..wire.shards import shard_of
 from .checks import check_inner, check_means, check_replicated, check_sharding
 from .parts import Part, as_parts, is_part, local_shard, on_parts
 from .shards import (
@@ -309,14 +309,14 @@ class _ZeroRedundancy(NamedTuple):
         return jax.tree.map(
             lambda x, k: _mark_sharded(x) if k != NO_PARAMETER and x.shape == shapes[k] else x,
             state,
-            beside(self.inner.init, state, params),
+            parameter_indices(self.inner.init, state, params),
         )
 
     def _used_state(self, state: State, params: PyTree, used: Flag) -> PyTree:
         """For each array of the optimizer's state whether any worker had an example for the parameter it belongs to."""
         if isinstance(used, bool) or not used.ndim:
             return jax.tree.map(lambda _: used, state, is_leaf=is_mark)
-        owners = jax.tree.leaves(beside(self.inner.init, state, params))
+        owners = jax.tree.leaves(parameter_indices(self.inner.init, state, params))
         _, structure = jax.tree.flatten(state, is_leaf=is_mark)
         return structure.unflatten([used.any() if k == NO_PARAMETER else used[k] for k in owners])
 
@@ -361,7 +361,7 @@ class _ReduceScatter(NamedTuple):
         if weight is not None:
             check_use(Use.EXAMPLES, self.form)
             weight, used = weight_of(weight, comm)
-            updates = scale(updates, weight)
+            updates = scale_leaves(updates, weight)
         # Without any example the mean is zero, and the reducer's state remains.
         means, new = mean_pieces(self.form, updates, state, buckets_of(params, self.stage), comm, extras)
         if isinstance(used, bool):
@@ -380,7 +380,7 @@ def _shards_of_means(
     """Takes this worker's shards of gradients that are means already (`reducer=None`)."""
     del params, weight, extras
     check_means(updates, axis)
-    return jax.tree.map(lambda x: piece(x, comm), updates), state, True
+    return jax.tree.map(lambda x: shard_of(x, comm), updates), state, True
 
 
 def _mark_sharded(x: Array) -> Sharded:

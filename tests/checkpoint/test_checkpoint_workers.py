@@ -15,7 +15,7 @@ import jaxdist as jd
 from jaxdist import checkpoint
 from jaxdist._core.trees import is_key
 from jaxdist.checkpoint import _manifest
-from jaxdist.state import cutting
+from jaxdist.state import cutting_marks
 
 TOP_K = jd.error_feedback(jd.compressed(jd.top_k(0.25)))
 RING = jd.topology.ring(8)
@@ -83,7 +83,7 @@ def eight(placed, tmp_path_factory):
 
 def whole(marks, x):
     """The mean over workers in float64, or worker 0's integers; what is cut in one piece."""
-    for mark in cutting(marks):
+    for mark in cutting_marks(marks):
         if isinstance(mark, jd.Sharded):
             x = x[: math.prod(mark.shape)]
         else:
@@ -102,9 +102,9 @@ def test_each_leaf_follows_its_marks(eight, placed, workers):
     for name, (marks, leaf) in _manifest.name_leaves(state).items():
         new = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
         old = jax.tree.leaves(saved[name])[0]
-        kinds = [mark for mark in cutting(marks) if isinstance(mark, jd.PerWorker)]
+        kinds = [mark for mark in cutting_marks(marks) if isinstance(mark, jd.PerWorker)]
         if not kinds:
-            seen["cut" if cutting(marks) else "agreed"] += 1
+            seen["cut" if cutting_marks(marks) else "agreed"] += 1
             np.testing.assert_array_equal(whole(marks, new), whole(marks, old), err_msg=name)
         elif kinds[0].resize == "mean" and jnp.issubdtype(new.dtype, jnp.floating):
             seen["mean"] += 1

@@ -14,7 +14,7 @@ from problems import assert_close
 import jaxdist as jd
 from jaxdist import schedule
 from jaxdist._cli.models import gpt
-from jaxdist._core.order import after
+from jaxdist._core.order import order_after
 from jaxdist.analysis import hlo_reader
 
 # Not the order of the alphabet; all sizes differ.
@@ -210,7 +210,7 @@ def test_without_the_chain_the_compiler_merges(two, monkeypatch):
 
 def test_what_is_not_a_number_stays_where_it_is():
     """The chain passes values on to the bit, whatever those before them are."""
-    step = jax.jit(lambda x, y: after({"x": x}, [y])["x"])
+    step = jax.jit(lambda x, y: order_after({"x": x}, [y])["x"])
     x = jnp.array([1.0, -0.0, jnp.nan, jnp.inf])
     for previous in (0.0, -1.0, jnp.nan, jnp.inf):
         np.testing.assert_array_equal(step(x, jnp.full((2, 2), previous)), x)

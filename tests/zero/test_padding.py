@@ -11,7 +11,7 @@ import jaxdist as jd
 from jaxdist import compressors as jc
 from jaxdist.comm import over
 from jaxdist.reducers.reducer import shards_of
-from jaxdist.wire.buffers import rows
+from jaxdist.wire.buffers import rows_of_workers
 from jaxdist.wire.shards import clear_padding
 
 INT8 = jc.int8()
@@ -33,7 +33,7 @@ TWO_LEVELS = jd.hierarchical(inner=jd.two_shot(FILLS), outer=jd.two_shot(INT8, s
 def test_cleared(size, groups):
     """What is inside stays, at every place of every pod."""
     workers = 3
-    expected = rows(jnp.ones(size), workers, groups=groups)
+    expected = rows_of_workers(jnp.ones(size), workers, groups=groups)
     found = [
         clear_padding(jnp.full(row.size, 1.0), size, workers, jnp.array(i), groups=groups)
         for i, row in enumerate(expected)

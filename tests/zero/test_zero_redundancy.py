@@ -11,7 +11,7 @@ from problems import TrainState, assert_close
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.wire.shards import piece
+from jaxdist.wire.shards import shard_of
 from jaxdist.zero import shards
 from jaxdist.zero.parts import Part, all_gather_shards, on_parts
 
@@ -248,7 +248,7 @@ def test_on_parts():
 def evaluate_on_parts(f, *arrays):
     def one_worker(_):
         comm = jd.comm.over("data")
-        parts = tuple(Part(piece(array, comm), array.shape) for array in arrays)
+        parts = tuple(Part(shard_of(array, comm), array.shape) for array in arrays)
         found = on_parts(f, comm, arrays, parts)
         return jax.tree.map(
             lambda p: all_gather_shards(p.value, p.shape, comm) if isinstance(p, Part) else p,

@@ -12,7 +12,7 @@ import optax
 from ..._core.dtypes import explain_dtype
 from ..._core.trees import is_overwritten, leaf_name
 from ..._core.types import PyTree, State
-from ...state.marks import NO_PARAMETER, beside, is_mark, name_leaf
+from ...state.marks import NO_PARAMETER, is_mark, name_leaf, parameter_indices
 from ...transforms.overwritten import explain_overwritten
 from . import arrays
 from .arrays import Shard, check_dtype, shards_of, strip_marks
@@ -89,7 +89,7 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
     held = outer.unflatten(structs)
     state = jax.eval_shape(inner.init, held)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
-    pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(beside(inner.init, state, held)), strict=True))
+    pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(parameter_indices(inner.init, state, held)), strict=True))
     # Like factored moments, arrays of other shapes are kept in memory, with the numbers.
     found = [k if k != NO_PARAMETER and leaf.shape == structs[k].shape else NO_PARAMETER for leaf, k in pairs]
     for leaf, k in zip(jax.tree.leaves(state), found, strict=True):
