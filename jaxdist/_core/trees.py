@@ -78,8 +78,8 @@ def next_count(count: Int[Array, "..."]) -> Int[Array, "..."]:
     Examples:
       >>> import jax.numpy as jnp
       >>> from jaxdist.reducers import next_count
-      >>> next_count(jnp.array([0, 255], jnp.uint8)).tolist()
-      [1, 255]
+      >>> next_count(jnp.array([0, 127], jnp.int8)).tolist()
+      [1, 127]
     """
     return jnp.where(count < jnp.iinfo(count.dtype).max, count + 1, count)
 

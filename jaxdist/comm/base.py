@@ -21,16 +21,8 @@ from .dtypes import check_number
 class Comm(NamedTuple):
     """A group of workers. Make one with `over`, `alone`, `nested`, `split_group` or `count_sent`.
 
-    On CPU two workers gather, exchange and permute arrays of 256 KiB or more by an all-reduce of words, which sends the
-    same bytes and is the only collective that uses both directions of a link at once (`comm/pair.py`).
-
-    *Gradients*. Each worker has a loss of its own, as in `local_value_and_grad`, and its gradient is that of the sum of
-    all workers' losses with respect to its own array: a collective is differentiated by its transpose. With cotangents
-    `c_v` on the workers v, worker w gets `Σ_v c_v` from `sum`, `Σ_v c_v / W` from `mean`, and `Σ_v c_v[w]` from
-    `all_gather`, agreed or not; the others send cotangents back. Workers that share the maximum share its gradient
-    `Σ_v c_v` equally, in a composed group level by level. This is so on a mesh with `check="types"` and
-    `check="values"`, and in simulation; where types are checked, array and loss must vary over the workers, as those of
-    `local_value_and_grad` do.
+    *Gradients*. Each worker has a loss of its own, and its gradient is that of the sum of all workers' losses: a
+    collective is differentiated by its transpose (`docs/reference/comm.md`).
 
     *Dtypes*. All are sent but numbers of less than 4 bits and `float4_e2m1fn`, which raise `TypeError`, as does what
     cannot be added or compared. Integers wrap around in sums, and have a mean in float32.

@@ -32,13 +32,11 @@ def join(
 
     Each job is an *island*: a JAX world with its own fast mesh. Islands may be killed, late, new or slow; the others
     never restart and never wait beyond `round_timeout`. In a round every island puts its drift `Δ_w = a - p_w`, coded
-    by the reducer, into the store; the first that has nothing left to wait for creates the round's commit, which
-    names the members; and every island takes the same outer step from the same bytes,
+    by the reducer, into the store, and all take the same outer step from the same bytes,
     `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. There is no server, no open port and no leader.
 
     *Over the network*, an island and round of `K` members with payload `P`: `P` and about 1 KiB up, `(K-1) P` and
-    about 1 KiB `K` down; with `exact()` `P` is 4 bytes an entry, with `qsgd(4)` half a byte and 4 for every
-    512. An island that joins reads the kept global parameters and the rounds since.
+    about 1 KiB `K` down. An island that joins reads the kept global parameters and the rounds since.
 
     Every writer of the store is trusted.
 

@@ -38,32 +38,24 @@ def host(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the state of any optimizer in host memory; the results are those of `inner`.
 
-    The trace of `inner.update` is divided: operations that read the state and compute the new one run beside it, all
-    others on the device, and the cut is where the fewest bytes cross. So clipping, collectives and matrix products stay
-    on the device; for Adam only gradients are sent to the host, and only updates back.
+    Operations that read the state and compute the new one run beside it, all others on the device, and the cut is where
+    the fewest bytes cross: for Adam gradients are sent to the host, and updates back. Around `zero_redundancy`,
+    `host(zero_redundancy(inner))`, each worker's host has the state of its shard; the other order is refused.
+    `docs/explanation/how-your-optimizer-runs.md` has the rest.
 
-    - `compute="host"` (ZeRO-Offload): the host's processor computes the update. `4M` bytes cross per step for `M`
-      parameters in bfloat16 with `master_dtype`, `8M` for float32.
-    - `compute="device"`: the state is streamed through the device in portions of `tile_bytes`; while one is computed,
-      the next is transferred. Twice the state crosses, 16M bytes for float32 Adam, but the host computes nothing.
-      Portions are multiples of 8 rows, as TPUs transfer them; matrices of fewer than 24 rows, and vectors whose length
-      is not a multiple of 1024, are transferred whole.
-
-    Around `zero_redundancy` each worker keeps its shard in its host's memory, `K/W` bytes per parameter, and computes
-    on it: write `host(zero_redundancy(inner))`. The other order is refused.
+    *Between host and device*, in a step, for `M` parameters: with `compute="host"` `4M` bytes in bfloat16 with
+    `master_dtype`, `8M` in float32; with `compute="device"` twice the state, `16M` bytes for Adam in float32.
 
     *On the wire*: the collectives of `inner`, unchanged.
 
     *State*: that of `inner`, every leaf in the mark `OnHost` around the mark it had, except typed keys, which remain on
-    the device. `init` returns it in host memory; `distribute` and `simulate` keep it there, as does plain `jax.jit`.
-    Where that donates the state, it must donate the parameters too, and return both in the order of the arguments: JAX
-    matches donated arrays with results by shape and order, whatever memory they are in, and on CPU the state alone,
-    matched with the parameters, ends the process.
+    the device. A plain `jax.jit` that donates the state must donate the parameters too, and return both in the order of
+    the arguments: JAX matches donated arrays with results by shape and order, whatever memory they are in.
 
     Args:
       inner: any optimizer, or a chain. Loops that work on the state are refused.
-      compute: where the update is computed. Use the device, unless the link to the host is slow and its memory fast: a
-        step of AdamW with 67 M parameters took 23 ms on an H100, and 133 ms on the 16 cores beside it.
+      compute: where the update is computed: by the host's processor (ZeRO-Offload), or on the device, through which
+        the state is streamed in portions. Use the device, unless the link to the host is slow and its memory fast.
       delayed: `True` or a step: from then on each step applies the update of the previous step's gradients, so that the
         host can work while the device does, where the compiler makes use of it; see `offload.delayed`. For an `inner`
         that communicates write `host(zero_redundancy(offload.delayed(...)))`.

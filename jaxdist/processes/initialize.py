@@ -25,19 +25,16 @@ _received: threading.Event | None = None
 def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 100) -> bool:
     """Connects the processes of this job; returns whether it has several. Call it before anything runs.
 
-    `jaxdist launch` sets `JAX_COORDINATOR_ADDRESS` (`host:port` of process 0), `JAX_NUM_PROCESSES` and
-    `JAX_PROCESS_ID`. Variables that are not set are taken from Slurm (`srun`), Open MPI or an indexed Job of
-    Kubernetes; otherwise JAX detects the job: Cloud TPU and GKE pods, and Kubernetes by its API. Without a job, or if
-    the processes are connected already, the function does nothing.
+    Reads `JAX_COORDINATOR_ADDRESS` (`host:port` of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, which
+    `jaxdist launch` sets; what is not set comes from Slurm, Open MPI, Kubernetes or Cloud TPU. Without a job, or if the
+    processes are connected already, the function does nothing.
 
     JAX's own service aborts if a process is missing. So all processes first check in with process 0, at the same port:
     each must come in time, with the same number of processes. Then they compare their versions and settings of JAX
     through that service. `check_consistency` compares what they build.
 
-    Process 0 listens at `JAX_COORDINATOR_BIND_ADDRESS`; by default at the loopback alone if the coordinator's address
-    is one, and at all interfaces otherwise. If `JAXDIST_SECRET` is set, to the same text in all processes, other
-    programs are ignored at the check-in; `jaxdist launch` makes one. JAX's own service has no secret: keep its port
-    within a trusted network.
+    If `JAXDIST_SECRET` is set, to the same text in all processes, other programs are ignored at the check-in. JAX's own
+    service has no secret: keep its port within a trusted network (`docs/how-to/run-on-many-processes.md`).
 
     Args:
       timeout_seconds: how long to wait for the others.

@@ -366,7 +366,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"two leaves have the name `a\.b`"):
         checkpoint.save(tmp_path, {"a.b": jnp.ones(1), "a": {"b": jnp.zeros(1)}}, 0)
     for message, arguments in {
-        "not be negative, got -1": {"step": -1},
+        "step must be at least 0, got -1": {"step": -1},
         "keep must be a whole number of at least 1, or None to keep all, got 0": {"step": 1, "keep": 0},
         "data must be JSON .*, got .*object": {"step": 1, "data": {"position": object()}},
     }.items():

@@ -100,5 +100,5 @@ def test_a_step_is_timed_without_its_outliers():
         now[0] += next(spent)
 
     assert step_seconds(step, steps=5, trim=0.2, clock=lambda: now[0]) == pytest.approx(2.0)
-    with pytest.raises(ValueError, match=r"trim in \[0, 0.5\)"):
+    with pytest.raises(ValueError, match=r"trim must be in \[0, 0.5\)"):
         step_seconds(step, trim=0.5)

@@ -66,18 +66,12 @@ def nvme_layers(
 ) -> StreamedLayers:
     """Trains a stack of layers whose parameters and optimizer state are on disk, with one layer in memory at a time.
 
-    The forward pass reads the parameters of one layer after the other and keeps the input of each in host memory. The
-    backward pass goes through the layers in reverse: it reads a layer's parameters and optimizer state, computes the
-    layer again from its input, averages its gradient over the workers, updates the layer and writes it back. So
-    gradients leave as they are produced, and there is never more than one layer's. The loop runs on the host, and calls
-    compiled programs: the layer is compiled once for each direction.
+    The backward pass computes each layer again from its input, which is in host memory, averages its gradient over the
+    workers, updates the layer and writes it back. A step is committed as a whole: a process that is killed continues
+    from the last committed one. `docs/explanation/zero-and-offloading.md` has the order of a step.
 
-    A step writes to a second copy and is committed by renaming a small manifest: a process that is killed continues
-    from the last committed step, with its parameters, its state and its step. Every record is read with a checksum.
-
-    *On disk*, for Adam in float32 and `n` parameters: `16n` bytes read and `12n` written per step, with `clip_norm`
-    `24n` and `16n`, since clipping needs the norm of all gradients before the first update: they are written to disk,
-    and a second pass updates. `24n` bytes are allocated, or `32n`.
+    *On disk*, for Adam in float32 and `n` parameters: `16n` bytes read and `12n` written per step, `24n` allocated; with
+    `clip_norm` `24n`, `16n` and `32n`.
 
     *In host memory*: `prefetch + 1` buffers (`stats().buffer_bytes`), each for parameters and state of the largest
     part; the inputs of all layers; a layer's gradient. *On the device*: the parameters of `prefetch + 1` parts, and
@@ -85,8 +79,7 @@ def nvme_layers(
 
     *On the wire*, with a `mesh`: an all-reduce of each part's gradient, when the part has computed it.
 
-    The optimizer sees each part alone, as its whole tree: masks and labels are given as functions. Parameters have one
-    dtype on disk and on the device; a layer that computes in bfloat16 casts them itself.
+    The optimizer sees each part alone, as its whole tree: masks and labels are given as functions.
 
     Args:
       inner: an entrywise optimizer (Adam, SGD, Lion, with schedules, masks, weight decay).
