@@ -70,7 +70,7 @@ def test_a_straggler_that_comes_too_early_waits_for_the_others():
     assert stragglar_seconds(8, 2**30, lead=ready / 3, **LINK) == pytest.approx(full + ready * 2 / 3)
     assert stragglar_seconds(8, 2**30, lead=0, **LINK) > ring_seconds(8, 2**30, **LINK)
     for wrong in ({"latency": -1.0}, {"lead": -1.0}, {"bandwidth": 0.0}):
-        with pytest.raises(ValueError, match="must be (at least 0|positive)"):
+        with pytest.raises(ValueError, match=r"must be (at least 0|positive)"):
             stragglar_seconds(8, 1, **LINK | wrong)
 
 

@@ -70,8 +70,8 @@ def nvme_layers(
     workers, updates the layer and writes it back. A step is committed as a whole: a process that is killed continues
     from the last committed one. `docs/explanation/zero-and-offloading.md` has the order of a step.
 
-    *On disk*, for Adam in float32 and `n` parameters: `16n` bytes read and `12n` written per step, `24n` allocated; with
-    `clip_norm` `24n`, `16n` and `32n`.
+    *On disk*, for Adam in float32 and `n` parameters: `16n` bytes read and `12n` written per step, `24n` allocated;
+    with `clip_norm` `24n`, `16n` and `32n`.
 
     *In host memory*: `prefetch + 1` buffers (`stats().buffer_bytes`), each for parameters and state of the largest
     part; the inputs of all layers; a layer's gradient. *On the device*: the parameters of `prefetch + 1` parts, and
