@@ -66,9 +66,9 @@ def local_steps(
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `H` steps on each worker's own data, then one step of an outer optimizer along the mean change.
 
-    With the anchor `a`: `p_w = a`, `H` times `p_w += inner(g_w)`, then `Δ = reduce(a - p_w)`, `a += outer(Δ)`, `p_w = a`.
+    From the anchor `p_w = a`, `H` times `p_w += inner(g_w)`, then `a += outer(Δ)` with `Δ = reduce(a - p_w)`.
     Parameters differ between workers: mark them `PerWorker`, and evaluate `jd.local_sgd.global_params(opt_state)`.
-    "Arguments of an update" in docs/explanation/local-updates.md explains what `update` takes.
+    docs/explanation/local-updates.md explains what `update` takes.
 
     *On the wire*: in a round the reducer's collectives for the fragment, for `exact()` `2(W-1)/W · 4` bytes an entry,
     with `examples` four bytes more; otherwise nothing. Warm-up steps send gradients, the last one parameters too.
@@ -79,15 +79,15 @@ def local_steps(
     Args:
       inner: the optimizer of each worker. It may communicate over faster axes, or be `gossip` or `local_steps`.
       outer: receives `Δ` as its gradient: `optax.sgd(1.0)` averages. Do not clip or decay here.
-      sync_period: `H`, or a schedule from the inner step to `H`. Longer sends less, and workers drift further apart: 8
-        to 64 for averaging, up to 500 with DiLoCo.
+      sync_period: `H`, or a schedule from the inner step to `H`. Longer sends less and drifts more: 8 to 64 for
+        averaging, up to 500 with DiLoCo.
       offset: the length of the first round, if not `H`.
-      fragments: groups of leaves, synchronized `H/P` steps apart: `balanced(P)` (or `P`) or `strided(P)`.
-      delay: with `d > 0` a drift is sent during the next step and merged at the end of the `d`-th.
+      fragments: groups of leaves, `H/P` steps apart: `balanced(P)` (or `P`), `strided(P)`.
+      delay: a drift is sent during the next step and merged `d` steps later.
       merge_alpha: `α` of `p_w = α p_w + (1-α) a`. 0.5 goes with a delay.
       overlap_correction: keeps the progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)` (only with `delay`).
       buffers: `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero, or `"average"` (sends it too).
-      warmup_steps: the number of first steps that average gradients exactly instead.
+      warmup_steps: first steps that average gradients exactly.
       reducer: averages the drift; by default `exact()`.
 
     Returns:
