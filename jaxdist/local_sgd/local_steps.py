@@ -71,7 +71,7 @@ def local_steps(
     docs/explanation/local-updates.md explains what `update` takes.
 
     *On the wire*: in a round the reducer's collectives for the fragment, for `exact()` `2(W-1)/W · 4` bytes an entry,
-    with `examples` four bytes more; otherwise nothing. Warm-up steps send gradients, the last one parameters too.
+    with `examples` four more; otherwise nothing. Warm-up steps send gradients, the last one parameters too.
 
     *State*: replicated, the anchor and `outer`'s, in float32; per worker `inner`'s, and with `overlap_correction` the
     parameters that were sent; the reducer's.
@@ -79,7 +79,7 @@ def local_steps(
     Args:
       inner: the optimizer of each worker. It may communicate over faster axes, or be `gossip` or `local_steps`.
       outer: receives `Δ` as its gradient: `optax.sgd(1.0)` averages. Do not clip or decay here.
-      sync_period: `H`, or a schedule from the inner step to `H`. Longer sends less and drifts more: 8 to 64 for
+      sync_period: `H`, or a schedule of it. Longer sends less and drifts more: 8 to 64 for
         averaging, up to 500 with DiLoCo.
       offset: the length of the first round, if not `H`.
       fragments: groups of leaves, `H/P` steps apart: `balanced(P)` (or `P`), `strided(P)`.
