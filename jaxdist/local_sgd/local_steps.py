@@ -79,8 +79,8 @@ def local_steps(
     Args:
       inner: the optimizer of each worker. It may communicate over faster axes, or be `gossip` or `local_steps`.
       outer: receives `Δ` as its gradient: `optax.sgd(1.0)` averages. Do not clip or decay here.
-      sync_period: `H`, or a schedule of it. Longer sends less and drifts more: 8 to 64 for
-        averaging, up to 500 with DiLoCo.
+      sync_period: `H`, or a schedule of it. Longer sends less and drifts more: 8 to 64 for averaging, up to 500 with
+        DiLoCo.
       offset: the length of the first round, if not `H`.
       fragments: groups of leaves, `H/P` steps apart: `balanced(P)` (or `P`), `strided(P)`.
       delay: a drift is sent during the next step and merged `d` steps later.

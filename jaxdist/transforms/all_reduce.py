@@ -66,9 +66,11 @@ def all_reduce(
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces each worker's gradient by the reducer's mean over all workers.
 
-    Put it first in the chain: what follows sees replicated values. The gradients must come from `local_value_and_grad`, since `jax.grad` has already summed
-    those of replicated parameters. With `delay=1` the update of step `t` is the mean gradient of step `t-1`,
-    `θ[t+1] = θ[t] - γ mean_w g_w(θ[t-1])` (Pipe-SGD of width 2), and the first is zero.
+    Put it where gradients are still local, usually first in the chain: what follows sees replicated values. The
+    gradients must come from `local_value_and_grad`: `jax.grad` has already summed those of replicated parameters.
+
+    With `delay=1` the update of step `t` is the mean gradient of step `t-1`, `θ[t+1] = θ[t] - γ mean_w g_w(θ[t-1])`
+    (Pipe-SGD of width 2), and the first is zero.
 
     *On the wire*: the reducer's collectives; four bytes more with `examples` or `active`, or four a leaf with a tree.
 
