@@ -66,8 +66,8 @@ def all_reduce(
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces each worker's gradient by the reducer's mean over all workers.
 
-    Put it where gradients are still local, usually first in the chain: what follows sees replicated values. The
-    gradients must come from `local_value_and_grad`: `jax.grad` has already summed those of replicated parameters.
+    Put it where gradients are still local, usually first in the chain. They must come from
+    `local_value_and_grad`: `jax.grad` has already summed those of replicated parameters.
 
     With `delay=1` the update of step `t` is the mean gradient of step `t-1`, `θ[t+1] = θ[t] - γ mean_w g_w(θ[t-1])`
     (Pipe-SGD of width 2), and the first is zero.
@@ -78,12 +78,13 @@ def all_reduce(
     of examples.
 
     Args:
+      reducer: computes the mean.
       axis: the mesh axis of the workers, or several, slow links first; `None`: a single worker.
-      specs: a tree of `PartitionSpec` like the parameters, for further axes that the compiler shards (tensor
-        parallelism); make the state by `init_state`.
+      specs: a tree of `PartitionSpec` like the parameters, for axes that the compiler shards (tensor parallelism);
+        make the state by `init_state`.
       normalize_by: the divisor of the mean with `examples`. `"active"`: their number, `Σ n_w g_w / Σ n_w`. `"workers"`:
         the number of workers, `Σ_{n_w > 0} g_w / W`, so steps get smaller as workers finish (PyTorch's default).
-      delay: 1 hides the reduction, for the memory of a gradient and a lower learning rate; 0 does not.
+      delay: 1 hides the reduction, for the memory of a gradient and a lower learning rate.
 
     Returns:
       A transformation. `update` takes `examples=`, the number of examples behind this worker's gradient, its weight (0

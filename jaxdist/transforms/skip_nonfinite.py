@@ -70,7 +70,7 @@ def skip_nonfinite(
       mean; `tx` gets it too.
 
     A skipped step's updates are zeros and its new state is the old one, residuals included. Gradients and losses of
-    workers with `examples=0` or `active=False` are not checked. "What happens to a NaN?" in docs/faq.md has the reasons.
+    workers with `examples=0` or `active=False` are not checked. "What happens to a NaN?" in docs/faq.md says why.
 
     *On the wire*: one all-reduce of 4 bytes after those of `tx`; with `axis=None` nothing.
 
