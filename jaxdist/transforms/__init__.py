@@ -1,4 +1,4 @@
-"""optax transformations that communicate, or that make communication safe."""
+"""optax transformations around the mean over workers, each worker's own gradients, and statistics of communication."""
 
 from .accumulate import AccumulateState as AccumulateState
 from .accumulate import accumulate as accumulate

@@ -108,7 +108,7 @@ def zero_redundancy(
 
     Args:
       inner: any optimizer or chain, clipping included. Extra arguments must be equal on all workers.
-      stage: 1: one collective for all gradients, one for all updates. 2: one each 25 MiB, to save memory.
+      stage: 1: one collective for all gradients, one for all updates. 2: one for each 25 MiB, saving memory.
       reducer: averages gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`. `None`: they are means
         already, and only updates are sent.
       compressor: compresses the updates: `compressors.int8()`. Fewer bits, larger residuals.
