@@ -1,4 +1,4 @@
-"""optax transformations around the mean over workers, each worker's own gradients, and statistics of communication."""
+"""Each worker's own gradients, and optax transformations that average them or surround those that do."""
 
 from .accumulate import AccumulateState as AccumulateState
 from .accumulate import accumulate as accumulate

@@ -82,7 +82,7 @@ def skip_nonfinite(
       axis: the mesh axis of the workers; `None` where workers decide independently, inside `local_steps` and `gossip`.
       max_consecutive: the number of steps in a row that may be skipped. After one more, the next call of the step that
         `distribute` or `simulate` made raises `TooManySkipsError`; other loops call `check_skips`. A few hundred
-        distinguish a diverged model from a bad batch; `None` sets no limit.
+        distinguish a diverged model or corrupt data from a bad batch; `None` sets no limit.
 
     Returns:
       A transformation whose `update` takes `value=` and all that `tx` takes.
