@@ -66,61 +66,36 @@ def local_steps(
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `H` steps on each worker's own data, then one step of an outer optimizer along the mean change.
 
-    With the anchor `a`, the model that a round starts from: `p_w = a`, then `H` inner steps `p_w += inner(g_w)`; the
-    drift `Δ_w = a - p_w` is averaged, `Δ = reduce(Δ_w)`, and `a += outer(Δ)`, `p_w = a`. The drift is averaged in
-    float32, rather than the parameters: in bfloat16 these would lose it.
+    From the anchor `p_w = a`, `H` times `p_w += inner(g_w)`, then `a += outer(Δ)` with `Δ = reduce(a - p_w)`.
+    Parameters differ between workers: mark them `PerWorker`, and evaluate `jd.local_sgd.global_params(opt_state)`.
+    docs/explanation/local-updates.md explains what `update` takes.
 
-    **Parameters differ between workers**: the state is `TrainState(jd.PerWorker(params), tx.init(params))`, and the
-    model to evaluate is `jd.local_sgd.global_params(opt_state)`. After a round parameters agree with it up to rounding.
+    *On the wire*: in a round the reducer's collectives for the fragment, for `exact()` `2(W-1)/W · 4` bytes an entry,
+    with `examples` four more; otherwise nothing. Warm-up steps send gradients, the last one parameters too.
 
-    *On the wire*: in a round the reducer's collectives for the leaves of the fragment, for `exact()` one all-reduce,
-    `2(W-1)/W · 4` bytes an entry; on all other steps nothing: the collective is inside a condition on replicated
-    counts. With `examples`, four bytes more; with `buffers="average"`, the buffers too. Warm-up steps send the
-    gradients, the last one the parameters as well.
-
-    *State*: replicated, the anchor and the state of `outer`, in float32; per worker the state of `inner`, and with
-    `overlap_correction` the parameters that were sent; the state of the reducer.
-
-    The transformation comes last in a chain. Its `update` needs `params`, and takes: `learning_rate=`, the replicated
-    rate of this step; outer optimizer and reducer receive its mean over the round. `examples=`, the number of this
-    worker's examples behind the gradient, or a tree of numbers, a prefix of the parameters, for single leaves: with 0
-    this step is not taken, even if its gradient is NaN, and the state of `inner` stays. Drifts are weighted by the sum
-    over the round; a worker without any contributes nothing and keeps its residual (`participation` draws the workers
-    of a round), and a leaf that no worker used keeps its anchor. `active=`, a boolean of this worker; false for a step
-    that it does not take, though its drift counts like those of the others. `sync_period=`, a replicated `H` instead of
-    that of the schedule. `sync=`, a static boolean, or the numbers of the fragments to synchronize in this step, where
-    the host chooses the program (`due_fragments` says when): the program then contains the collective without any
-    condition, or none at all, warm-up included.
+    *State*: replicated, the anchor and `outer`'s, in float32; per worker `inner`'s, and with `overlap_correction` the
+    parameters that were sent; the reducer's.
 
     Args:
-      inner: the optimizer of each worker. Its `update` also receives `anchor=` and `step=`. It may itself communicate,
-        over other, faster axes: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))`, or
-        `jd.zero_redundancy(optax.adamw(1e-3), axis="chip")`; where parameters are `Sharded` over that axis, so are
-        the anchor and the state of `outer`, and each worker sends its shard. It may also mix models: `gossip` on the
-        same axis, whose round averages what its method would agree on (push-sum numerators, with messages under way)
-        and starts it again from the result, or `local_steps` over a faster axis, whose last global parameters are what
-        this one sends. Both need a single fragment without delay, merging and warm-up.
-      outer: receives the drift as its gradient: `optax.sgd(1.0)` averages (Local SGD), `optax.sgd(0.7, momentum=0.9,
-        nesterov=True)` is DiLoCo, `slow_momentum()` SlowMo. Do not clip or decay here.
-      sync_period: `H`, or a schedule from the step to `H`. A longer one sends less, and workers drift further apart: 8
-        to 64 for plain averaging, up to 500 with DiLoCo. Schedules count inner steps.
+      inner: the optimizer of each worker. It may communicate over faster axes, or be `gossip` or `local_steps`.
+      outer: receives `Δ` as its gradient: `optax.sgd(1.0)` averages. Do not clip or decay here.
+      sync_period: `H`, or a schedule of it. Longer sends less and drifts more: 8 to 64 for averaging, up to 500 with
+        DiLoCo.
       offset: the length of the first round, if not `H`.
-      fragments: groups of leaves that are synchronized at different steps, `H/P` apart: `balanced(P)` (or just `P`) or
-        `strided(P)`. The busiest step sends the largest fragment, not the model.
-      delay: with `d > 0` the drift after a step is sent during the next one, whose gradient does not wait for it, and
-        the result is merged at the end of the `d`-th step.
-      merge_alpha: `α`, the weight of a worker's own parameters, `p_w = α p_w + (1-α) a`. 0.5 goes with a delay.
-      overlap_correction: keeps the progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)`. For a delay.
-      buffers: the treatment of `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero (schedules go on
-        counting), or `"average"` over workers.
-      warmup_steps: the number of first steps that average gradients exactly instead; workers stay equal, and all of
-        them take these steps, also those whose own gradient is left out.
+      fragments: groups of leaves, `H/P` steps apart: `balanced(P)` (or `P`), `strided(P)`.
+      delay: a drift is sent during the next step and merged `d` steps later.
+      merge_alpha: `α` of `p_w = α p_w + (1-α) a`. 0.5 goes with a delay.
+      overlap_correction: keeps the progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)` (only with `delay`).
+      buffers: `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero, or `"average"` (sends it too).
+      warmup_steps: first steps that average gradients exactly.
       reducer: averages the drift; by default `exact()`.
 
+    Returns:
+      A transformation for the end of a chain; its `update` needs `params`.
+
     Raises:
-      ValueError: in `init`, `outer` needs more than a drift (a loss), or for sharded parameters more than single
-        entries; parameters or the state of `inner` are sharded or differ over the same axis; the reducer keeps numbers
-        of sharded leaves. At trace time, `params` are not marked `PerWorker`, and what `all_reduce` raises.
+      ValueError: in `init`, `outer` needs more than a drift, or sharding does not fit. At trace time, `params` are not
+        `PerWorker`, and as `all_reduce`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd

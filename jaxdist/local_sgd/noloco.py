@@ -60,9 +60,7 @@ def noloco(
         m_i = μ m_i + β mean(θ - φ) + γ (mean(φ) - φ_i),   φ_i += m_i,   θ_i = φ_i
 
     The mean of all `φ` moves as in DiLoCo with heavy-ball momentum, whatever the pairs, and `γ` draws workers together:
-    they never agree entirely, and the model to evaluate is `jd.consensus(params)` after a round. The pairs of a round
-    are those of one of the `W-1` rounds of a round-robin tournament, drawn by all workers from the same key; with an
-    odd number of workers, one of them pauses each time.
+    they never agree entirely, and the model to evaluate is `jd.consensus(params)` after a round.
 
     *On the wire*: in a round one permutation of `β θ + (γ - β) φ`, `4` bytes an entry, where the paper sends `θ - φ`
     and `φ`. On all other steps nothing. The program contains all `W-1` permutations, of which a round runs one.

@@ -62,9 +62,8 @@ def distribute(
 
     Args:
       mesh: the mesh. Axes other than `axis` (tensor parallelism) are left to the compiler, or, if they are Explicit, to
-        the types of the step; before jax 0.12, and if only some axes are Explicit, JAX then gathers what they shard at
-        the start and the end of the step. With an `AbstractMesh` the step can be traced, for any number of workers and
-        without devices, but not run.
+        the types of the step (see docs/how-to/tensor-parallelism.md).
+        With an `AbstractMesh` the step can be traced, for any number of workers and without devices, but not run.
       batch_specs: a PartitionSpec or a prefix tree of them for the batch; by default every leaf is sharded along its
         first dimension. `PartitionSpec(None, "data")` for several steps in one call by `lax.scan`.
       static_argnames: keyword arguments of the step that are Python values; each combination is a separate program.

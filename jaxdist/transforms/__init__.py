@@ -1,4 +1,4 @@
-"""optax transformations that communicate, or that make communication safe."""
+"""Each worker's own gradients, and optax transformations that average them or surround those that do."""
 
 from .accumulate import AccumulateState as AccumulateState
 from .accumulate import accumulate as accumulate

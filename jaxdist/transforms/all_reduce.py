@@ -49,51 +49,35 @@ def all_reduce(
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces each worker's gradient by the reducer's mean over all workers.
 
-    Put it where the gradient is still local, usually first in the chain; clipping, momentum and weight decay after it
-    see replicated values. The gradients must come from `local_value_and_grad`: under `shard_map`, `jax.grad` of
-    replicated parameters has already summed them, and reducing again would make them `W` times too large.
+    Put it where gradients are still local, usually first in the chain. They must come from
+    `local_value_and_grad`: `jax.grad` has already summed those of replicated parameters.
 
-    With `delay=1` the update of step `t` is the mean gradient of step `t-1` (Pipe-SGD of width 2):
+    With `delay=1` the update of step `t` is the mean gradient of step `t-1`, `θ[t+1] = θ[t] - γ mean_w g_w(θ[t-1])`
+    (Pipe-SGD of width 2), and the first is zero.
 
-        θ[t+1] = θ[t] - γ mean_w g_w(θ[t-1])
+    *On the wire*: the reducer's collectives; four bytes more with `examples` or `active`, or four a leaf with a tree.
 
-    Its reduction does not depend on the gradient of step `t`, so the compiler may run it next to the forward and the
-    backward pass: a step takes `max(compute, communication)` instead of their sum. The first update is zero, and leaves
-    the state of the reducer as it is; transformations after it see a gradient of zeros, which Adam and schedules count
-    as a step. The last gradient remains in the state: one further call with `examples=0` on all workers applies it.
-
-    *On the wire*: the reducer's collectives; with `examples` or `active`, four bytes more, with a tree of them four
-    bytes a leaf, next to the gradients in the same collective if the reducer is a plain mean. The same with `delay=1`.
-
-    *State*: the state of the reducer, bound to the axis; a count. With `delay=1` also each worker's last gradient and
-    its number of examples; if the number of workers changes, new workers get the mean of both, which leaves the next
-    update as it would have been if all numbers of examples are equal.
+    *State*: the reducer's, bound to the axis; a count. With `delay=1` also each worker's last gradient and its number
+    of examples.
 
     Args:
+      reducer: computes the mean.
       axis: the mesh axis of the workers, or several, slow links first; `None`: a single worker.
-      specs: a tree of `PartitionSpec` like the parameters, for meshes with further axes that the compiler shards
-        (tensor parallelism): the reducer then runs on each shard separately. The state must be made by `init_state`
-        (or under `jax.set_mesh`), which knows the sizes of the shards. Leaves that are sharded over different axes, or
-        not at all, are reduced separately, and `reducer` is then a dict of their states.
-      normalize_by: the divisor of the mean with `examples`. `"active"`: the number of examples, `Σ n_w g_w / Σ n_w`;
-        workers without any are left out. `"workers"`: the number of workers, `Σ_{n_w > 0} g_w / W`; finished workers
-        count with a gradient of zero, so the step gets smaller as workers finish. This is PyTorch's default.
-      delay: 0, or 1 to hide the reduction where the hardware computes while it communicates. It takes the memory of one
-        more gradient, and stability: on a quadratic of curvature `λ`, SGD converges for `ηλ < 1` instead of 2, so
-        lower the learning rate or the momentum.
+      specs: a tree of `PartitionSpec` like the parameters, for axes that the compiler shards (tensor parallelism);
+        make the state by `init_state`.
+      normalize_by: the divisor of the mean with `examples`. `"active"`: their number, `Σ n_w g_w / Σ n_w`. `"workers"`:
+        the number of workers, `Σ_{n_w > 0} g_w / W`, so steps get smaller as workers finish (PyTorch's default).
+      delay: 1 hides the reduction, for the memory of a gradient and a lower learning rate.
 
     Returns:
-      A gradient transformation. Its `update` takes `examples=`, the number of real examples behind this worker's
-      gradient: gradients are weighted by `examples / mean(examples)`, a finished worker passes 0, and when all do, the
-      update is zero and the state stays as it is. A tree of numbers, a prefix of the gradient's, weighs each leaf by
-      itself, and a leaf that no worker used gets zero. `active=False` leaves this worker's gradient out. With `delay=1`
-      all this is kept with the gradient and weighs it one step later; pass it in every step or in none.
-      "What `examples=` and `active=` mean" in the guide to uneven workers compares the transformations.
+      A transformation. `update` takes `examples=`, the number of examples behind this worker's gradient, its weight (0
+      to leave it out), or a tree of numbers, for single leaves; `active=False` leaves the gradient out too. If all are
+      out, the update is zero and the state stays.
 
     Raises:
-      ValueError: `normalize_by` is unknown; `delay` is neither 0 nor 1; `specs` name the axis of the workers; at trace
-        time, if a leaf is not floating, not varying over the axis, not of its parameter's shape, or `Sharded`; if the
-        axis is not bound; if the mesh has further axes and the reducer would gather them.
+      ValueError: `normalize_by` or `delay` is unknown; `specs` name the axis of the workers. At trace time, a leaf is
+        not floating, not varying over the axis, not of its parameter's shape, or `Sharded`; the axis is not bound; the
+        reducer would gather further axes of the mesh.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd

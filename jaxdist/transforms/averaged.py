@@ -32,9 +32,8 @@ def averaged(
     workers it must return the same numbers on all of them: write `value_fn=averaged(lambda p: loss_fn(p, batch))` with
     this worker's batch, for an optimizer behind `all_reduce`. Inside `zero_redundancy` functions are averaged anyway.
 
-    A `jax.lax.pmean` in the function does the same in `distribute(check="types")`. With `check="values"` and in
-    `simulate` JAX does not know that parameters are equal on all workers, and its gradient of such a mean is that of
-    this worker's loss alone; the gradient of `averaged` is the mean in all three.
+    Its gradient is the mean too, under `distribute` with either `check` and in `simulate`, where that of a
+    `jax.lax.pmean` may be local (docs/explanation/what-grad-means-inside-shard-map.md).
 
     *On the wire*: an all-reduce of the results, and in the backward pass one of the gradient; with `examples` or
     `active` four bytes more.

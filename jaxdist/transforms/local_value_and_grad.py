@@ -40,12 +40,11 @@ def local_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` of this worker's loss: the gradient is local, and nothing is sent.
 
-    Under `shard_map`, `jax.grad` of replicated parameters inserts an all-reduce, whose result is the *sum* over
-    workers. Here the parameters are typed as varying first, so that their gradient remains local.
+    Under `shard_map`, `jax.grad` of replicated parameters is the *sum* over workers. Here they are typed as varying.
 
-    With `micro_batches=k` the batch is split into `k` parts along its first dimension, and gradients are summed in one
-    float32 buffer inside a loop (of fp8 statistics, see `agree_on_maximum`, the maximum). With `n_i`, the number of
-    examples that the loss `L_i` of a part is the mean of,
+    With `micro_batches=k` the batch is split into `k` parts along its first dimension, and gradients are summed in
+    float32 (fp8 statistics: `agree_on_maximum`). With `n_i`, the number of examples that the loss `L_i` of a part is
+    the mean of,
 
         value = Σ n_i L_i / Σ n_i
 

@@ -27,7 +27,7 @@ def agree_on_maximum(
 
     Where each worker has a model of its own (`local_steps`, `gossip`), pass `axis=None`: each keeps the statistics of
     its own data, over rounds too, of which only values that are not finite are left out; `consensus` and `resize` take
-    the maximum. Scales by which a layer multiplies, as those of Transformer Engine, would need the minimum.
+    the maximum.
 
     *On the wire*: one all-reduce of these leaves, `2(W-1)/W · 4` bytes an entry; nothing without such leaves.
 

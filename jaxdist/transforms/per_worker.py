@@ -1,4 +1,4 @@
-"""A transformation of each worker's own gradient."""
+"""Runs an optax transformation on each worker's own gradient, before the mean over workers."""
 
 import optax
 

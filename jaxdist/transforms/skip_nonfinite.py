@@ -60,23 +60,15 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skips the whole chain on all workers if any of them would end up with a value that is not finite.
 
-    Wrap the whole chain: Adam and weight decay move parameters even on a zero gradient, and a residual never recovers
-    from a NaN. A step is skipped if on any worker
+    Wrap the whole chain. A step is skipped if on any worker
 
-    - a gradient is not finite, or so large that the sum of its squares overflows, `|g| > 1.8e19` in float32: a
-      residual would keep it, and products and sums of the next steps would overflow instead;
+    - a gradient is not finite, or the sum of its squares overflows, `|g| > 1.8e19` in float32;
     - an update, an updated parameter, or a number in the new state of the chain is not finite and was before;
-    - the loss is NaN, if it is passed, `update(gradients, state, params, value=loss)`: that of a label past the end is,
-      and yet its gradient is finite. It may be this worker's or the mean; `tx` gets it too.
+    - the loss is NaN, if it is passed, `update(gradients, state, params, value=loss)`. It may be this worker's or the
+      mean; `tx` gets it too.
 
-    The chain always runs, on zeros in place of a bad gradient, so that its collectives happen on all workers; a skipped
-    step's updates are then replaced by zeros and its new state by the old one, residuals included. Gradients and losses
-    of workers with `examples=0` or `active=False` are not checked. Of `all_reduce(delay=1)` a skipped step also drops
-    the last gradient, which may be the one that overflows.
-
-    Around `local_steps` and `gossip` it would synchronize all workers at every step and defeat their purpose. Inside,
-    `local_steps(skip_nonfinite(inner, axis=None), ...)`, each worker skips its own steps, as with `active=False`. With
-    `gradient_tracking`, which stores the gradients themselves, it must be outside.
+    A skipped step's updates are zeros and its new state is the old one, residuals included. Gradients and losses of
+    workers with `examples=0` or `active=False` are not checked. "What happens to a NaN?" in docs/faq.md says why.
 
     *On the wire*: one all-reduce of 4 bytes after those of `tx`; with `axis=None` nothing.
 
@@ -84,11 +76,14 @@ def skip_nonfinite(
     to be finite: with Adam 1.25 times the memory of the parameters.
 
     Args:
+      tx: the whole chain.
       axis: the mesh axis of the workers; `None` where workers decide independently, inside `local_steps` and `gossip`.
       max_consecutive: the number of steps in a row that may be skipped. After one more, the next call of the step that
-        `distribute` or `simulate` made raises `TooManySkipsError`. In other loops, and where one call takes many steps,
-        call `check_skips`: the former look once in as many calls as steps may still be skipped. A few hundred
+        `distribute` or `simulate` made raises `TooManySkipsError`; other loops call `check_skips`. A few hundred
         distinguish a diverged model or corrupt data from a bad batch; `None` sets no limit.
+
+    Returns:
+      A transformation whose `update` takes `value=` and all that `tx` takes.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd

@@ -1,1 +1,1 @@
-"""Trees on the wire: flat buffers, shards, encoded payloads and averages over neighbors."""
+"""Trees on the wire: flat buffers, shards, low-rank factors, encoded payloads and averages over neighbors."""

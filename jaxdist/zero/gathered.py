@@ -66,33 +66,25 @@ def gathered(
     its gradient for this worker's shard is the mean over workers, by a reduce-scatter: `local_value_and_grad` of a loss
     of gathered layers needs no `all_reduce`, except for replicated leaves.
 
-    *On the wire* for `n` entries in float32: two all-gathers and a reduce-scatter, `3(W-1)/W · 4n` bytes sent (without
-    `remat` one all-gather less, but all whole parameters are kept from the forward to the backward pass).
+    *On the wire* for `n` entries in float32: two all-gathers and a reduce-scatter, `3(W-1)/W · 4n` bytes sent; one
+    all-gather less without `remat`. With `compressor` a worker sends `bytes(n/W)` of its shard in place of `4n/W`.
+    docs/explanation/zero-and-offloading.md has the bytes between groups of workers (ZeRO++).
 
-    The three parts of ZeRO++ make that cheap where groups of workers have slow links between them, over
-    `axis=(slow, fast)` with `P` groups of `L`. Between groups a worker sends per layer of `n` float32 entries, instead
-    of `3(P-1)/P · 4n/L` for gathers and reduce-scatters of two levels:
-
-    - `compressor=int8()` (qwZ): all workers compute with the decoded parameters, `bytes(n/W)` instead of `4n/W` from
-      each owner; the same ones in the forward and the backward pass. The owner updates its exact shard with the
-      gradient for the decoded one: errors do not accumulate.
-    - `secondary_partition=True` (hpZ): parameters that came over the slow links are kept until the backward pass, which
-      gathers over fast links alone. It costs memory for `n/L` entries a layer (or their payload), which is why it is
-      not the default.
-    - `reducer=hierarchical(inner=two_shot(int4()), outer=two_shot(int4()))` (qgZ): gradients are encoded, averaged in
-      each group, encoded again and averaged between groups, `(P-1)/P · bytes(n/L)` between them.
-
-    Random compressors draw by the bits of the parameters: equal parameters get equal draws whenever they are gathered,
-    different ones get different draws.
+    *State*: none.
 
     Args:
       f: `f(params, *args)`; it sees whole arrays. `params` is a tree that contains marks, not a mark itself, which a
         step does not see.
-      remat: compute `f` again in the backward pass.
+      axis: the mesh axis of the workers, or several, slow links first.
+      remat: compute `f` again in the backward pass; `False` keeps all whole parameters until then.
       reducer: averages the gradients of sharded parameters, in its reduce-scatter form; it keeps no state between
         steps, so error feedback is refused.
       compressor: compresses the parameters; use small blocks, and 8 bits at first: 4 bits hurt small models.
-      secondary_partition: gather over the fast links alone in the backward pass; for two axes.
+      secondary_partition: gather over the fast links alone in the backward pass, for two axes. It costs memory for
+        `n/L` entries a layer, with `L` workers on the fast axis.
+
+    Returns:
+      The function with the same arguments.
 
     Raises:
       ValueError: the reducer has no reduce-scatter form or keeps state from step to step (at trace time);

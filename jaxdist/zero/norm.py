@@ -1,4 +1,4 @@
-"""The norm of a tree of which workers have parts."""
+"""The global norm of a tree, some leaves of which are sharded over the workers."""
 
 import math
 from typing import Any

@@ -97,68 +97,35 @@ def zero_redundancy(
 ) -> optax.GradientTransformationExtraArgs:
     """Shards the optimizer's state over the workers: each updates its shard of the parameters, and all gather updates.
 
-    `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_shard)`, `updates = all_gather(u)`: the bytes of an all-reduce, and
-    `K/W` instead of `K` bytes of state per parameter. It replaces `all_reduce`.
+    `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_shard)`, `updates = all_gather(u)`, for any optimizer, with its
+    results on whole arrays. It replaces `all_reduce`. See docs/explanation/zero-and-offloading.md.
 
-    Leaves are flattened and cut at arbitrary entries, and yet any optimizer gives the result that it would give on
-    whole arrays: its trace is evaluated on the shards. Entrywise operations (Adam, SGD, Lion) stay entrywise; norms of
-    one leaf or of all of them (LAMB, LARS, clipping by the global norm) become sums over the workers, of four bytes
-    each; for any other operation (the rows and columns of Adafactor, the products of Muon) the leaf is gathered first.
+    *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes (padded); with
+    `examples` four bytes more; with compression `(W-1)` times the payload of `n/W` entries, each way.
 
-    *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes sent (padded);
-    on the CPU backend the reduce-scatter is an all-to-all. With `examples` four bytes more. With `reducer=None`, the
-    all-gather alone, but `all_reduce` before it sends twice as much. Muon gathers its momentum and not its updates, the
-    same bytes; Adafactor one more array for each leaf that it factors. With compression, `(W-1)` times the bytes of a
-    payload of `n/W` entries, for the gradients (`reducer`) and for the updates (`compressor`).
-
-    With `compressor`, all workers, including the owner, apply the decoded update, so parameters stay equal. The owner
-    adds the compression error, the residual, to its next update: the parameters never differ by more than one residual
-    from those of uncompressed updates. With master parameters, the difference between them and the parameters is sent,
-    and is the residual.
-
-    Parameters that are `Sharded` themselves (stage 3, `zero.gathered`) have gradients that are sharded and averaged
-    already; nothing is sent for them here, unless `inner` is not entrywise.
-
-    *State*: sharded over the workers, all of `inner`'s that is shaped like the parameters, and the master parameters;
-    with `compressor` a residual in float32, unless there are master parameters. The reducer's own: error feedback keeps
-    a whole gradient in float32 on each worker.
+    *State*: sharded, all of `inner`'s that is shaped like the parameters, and master parameters; with `compressor` and
+    no masters a float32 residual; the reducer's own.
 
     Args:
-      inner: any optimizer, or a chain with clipping, schedules, masks and weight decay. A clip in front of this
-        transformation sees the gradient of one worker, or its shard. Extra arguments of the update of `inner` must be
-        equal on all workers: `value=jax.lax.pmean(loss, axis)` for Polyak's steps. Functions among them, as those of
-        line searches and SAM, are averaged (`transforms.averaged`) with the weights of the gradients, and where types
-        are not checked, arrays too.
-      stage: 1: one collective for all gradients, and one for all updates. 2: one for each 25 MiB of them, so that
-        neither need exist in full at any time.
-      reducer: averages the gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`,
-        `error_feedback(two_shot(int4()))`, with two axes `hierarchical`. `None`: the gradients are means already,
-        `optax.chain(jd.all_reduce(...), jd.zero_redundancy(..., reducer=None))`.
-      compressor: compresses the updates that are gathered, `compressors.int8()`. An unbiased one is scaled to a
-        contraction, as in error feedback. Updates that `inner` computes in full are neither sent nor compressed (Muon).
-      master_dtype: `jnp.float32` keeps the parameters in it beside the state and updates those: for bfloat16
-        parameters, which lose small updates. The gather then sends the new parameters in their own dtype (with
-        `compressor`, the payload of their change).
-      state_compressor: compresses each worker's shard of the optimizer's large arrays between steps, as
-        `quantized_state` does: `compressors.dynamic_fp8(block=8)` for 8-bit Adam, `2 · (1 + 1/8) / W` bytes per
-        parameter instead of `8 / W`, or `compressors.cast(jnp.bfloat16, rounding="stochastic")`. Master parameters are
-        not compressed.
-      axis: the mesh axis of the workers. Pods may differ: `local_steps(zero_redundancy(..., axis="chip"), ...,
-        axis="pod")`, and likewise inside `noloco` and `gossip`; in stage 3 with `zero.shard(params, axis="chip")`.
+      inner: any optimizer or chain, clipping included. Extra arguments must be equal on all workers.
+      stage: 1: one collective for all gradients, one for all updates. 2: one for each 25 MiB, saving memory.
+      reducer: averages gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`. `None`: they are means
+        already, and only updates are sent.
+      compressor: compresses the updates: `compressors.int8()`. Fewer bits, larger residuals.
+      master_dtype: `jnp.float32` keeps and updates the parameters in it: for bfloat16, which loses small updates.
+      state_compressor: compresses the shards of large arrays between steps, as `quantized_state`:
+        `compressors.dynamic_fp8(block=8)` takes `2 · (1 + 1/8) / W` instead of `8 / W` bytes a parameter for Adam.
+      axis: the mesh axis of the workers.
 
     Returns:
-      A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=` and `active=`, as
-      `all_reduce`; a parameter that no worker used is not moved, and its part of the state stays. It takes `moved=True`
-      if something else may have changed the parameters since the last update, which master parameters then follow.
-      Methods between pods pass it.
+      A transformation for local gradients; `update` needs `params`, takes `examples=` and `active=` as `all_reduce`,
+      and `moved=True` if something else may have changed the parameters.
 
     Raises:
-      ValueError: `stage` is not 1 or 2; `inner` is an `offload.host` (which belongs outside), a `quantized_state`,
-        `dpsgd` (which takes gradients of single examples) or `lookahead` (which has two sets of parameters); shards
-        would cut through blocks of `state_compressor`; the reducer has no reduce-scatter form; or `compressor` states
-        neither contraction nor variance. At trace time: the errors of `all_reduce`; `params` are missing, or sharded in
-        another way than by `zero.shard`; `moved` with `compressor` and `master_dtype`, whose residual it would be
-        mistaken for; or, on a mesh, they or an extra argument differ between workers.
+      ValueError: `stage` is unknown; `inner` is `offload.host`, `quantized_state`, `dpsgd` or `lookahead`; shards cut
+        blocks of `state_compressor`; the reducer has no reduce-scatter form; `compressor` states neither contraction
+        nor variance. At trace time: as `all_reduce`; `params` are missing, differ between workers (or an extra argument
+        does), or are sharded otherwise than by `zero.shard`; `moved` with `compressor` and `master_dtype`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
