@@ -45,9 +45,7 @@ def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = Non
     Process 0 commits by renaming the folder once all processes have written. All processes must call it together, with
     a path on a shared file system. If one of them fails, the others raise an error within seconds.
 
-    The run continues from this checkpoint: after a roll-back (`restore(path, like, step=10)`, then steps and a save of
-    step 15), later checkpoints are abandoned. They are set aside as `<step>.abandoned`, where nothing finds or deletes
-    them.
+    The run continues from this checkpoint: those of later steps are set aside as `<step>.abandoned`.
 
     Args:
       path: the folder of a run's checkpoints; created if it is missing.

@@ -28,12 +28,10 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
     alone (clipping by the global norm, NovoGrad's norms). It is used between compiled steps, with mean gradients;
     updates run on the CPU. Results are bit for bit those of the optimizer for each leaf under `jax.jit`.
 
-    A step writes to a second copy and is committed by renaming a small manifest, so that a killed process or a full
-    disk leaves the last step intact. Every chunk is read with a checksum.
+    A step is committed as a whole: a killed process or a full disk leaves the last one intact.
 
     *On disk*, for Adam in float32 and `n` parameters: `8n` bytes read and `8n` written per step, `12n` with
-    `master_dtype=jnp.float32`; twice that is allocated. Leaves whose state has the same dtypes are concatenated and
-    padded to 4096 entries. Nothing is sent.
+    `master_dtype=jnp.float32`; twice that is allocated. Nothing is sent.
 
     *In host memory*: the chunks (`Store.host_bytes`), 2^18 entries of each array, and the new parameters (those of
     an accelerator only in passing).
