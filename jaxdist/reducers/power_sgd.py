@@ -1,6 +1,6 @@
 """PowerSGD: low-rank approximation by a warm-started power iteration; its factors are averaged by all-reduces."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -13,7 +13,7 @@ from .._core.checks import check_count, check_range
 from .._core.descriptions import with_description
 from .._core.dtypes import widen
 from .._core.trees import next_count
-from .._core.types import Array, Bool, Int, Like, PyTree, Shape, Updates
+from .._core.types import Array, Bool, Int, Like, PyTree, Updates
 from ..comm.base import Comm
 from ..wire.low_rank import (
     MatrixGroup,
@@ -32,7 +32,6 @@ from ..wire.low_rank import (
     write_factors,
     write_matrices,
 )
-from ..wire.low_rank import squarest_view as squarest_view
 from .exact import exact
 from .messages import for_real_numbers, from_generator, run
 from .reducer import NO_EXTRAS, Extras, Forms, Messages, Protocol, Reduced, Reducer, Result, Use
@@ -71,7 +70,6 @@ def power_sgd(
     start_step: int = 0,
     warm_start: bool = True,
     own: Own = "local",
-    matrix_view: Callable[[Shape], tuple[int, int]] = squarest_view,
     seed: int = 0,
 ) -> Reducer:
     """Approximates the mean of matrices `M_w [n, m]`: `P = qr(mean(M_w Q))`, `Q = mean(M_wᵀ P)`, `mean = P Qᵀ`.
@@ -98,7 +96,6 @@ def power_sgd(
       start_step: the number of steps with exact means before compression: try 10 % of training if the loss suffers.
       warm_start: keep `Q`. Without it each step draws a new one, and accuracy is lower.
       own: what error feedback subtracts; `"paper"`, the mean, is for comparison.
-      matrix_view: from the shape of a leaf of two or more dimensions to `(n, m)`.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -119,7 +116,7 @@ def power_sgd(
         raise ValueError(f'own must be "local" or "paper", got {own!r}')
     if one_sided and not warm_start:
         raise ValueError("one_sided=True needs warm_start=True: each of its steps is half an iteration")
-    method = _PowerSGD(view_of(rank, min_compression_rate, matrix_view), own, warm_start, seed)
+    method = _PowerSGD(view_of(rank, min_compression_rate), own, warm_start, seed)
     # A projection: δ depends on the matrix, and may be 0.
     forms, limits = Forms(biased=lambda shape: 0.0), {Use.PARTS: _NO_PARTS}
     if one_sided:

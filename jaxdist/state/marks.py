@@ -311,9 +311,9 @@ def parameter_indices(
 
     Examples:
       >>> import jax.numpy as jnp, optax
-      >>> from jaxdist.state.marks import beside
+      >>> from jaxdist.state.marks import parameter_indices
       >>> params, tx = {"a": jnp.zeros(2), "b": jnp.zeros(3)}, optax.trace(0.9)
-      >>> beside(tx.init, tx.init(params), params).trace
+      >>> parameter_indices(tx.init, tx.init(params), params).trace
       {'a': 0, 'b': 1}
     """
     # Paths are compared by their ends. `optax.tree.map_params` calls `init` with a placeholder without paths, names or

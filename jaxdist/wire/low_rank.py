@@ -39,7 +39,7 @@ def squarest_view(shape: Shape) -> tuple[int, int]:
     """The matrix view of a leaf: cut between leading and trailing dimensions where rows + columns are fewest.
 
     Examples:
-      >>> from jaxdist.reducers.power_sgd import squarest_view
+      >>> from jaxdist.wire.low_rank import squarest_view
       >>> squarest_view((3, 3, 128, 256)), squarest_view((512, 8, 64))
       ((1152, 256), (512, 512))
     """
@@ -47,13 +47,13 @@ def squarest_view(shape: Shape) -> tuple[int, int]:
     return min(reversed(cuts), key=sum)
 
 
-def view_of(rank: int, min_compression_rate: float | int, matrix_view: Callable[[Shape], tuple[int, int]]) -> View:
+def view_of(rank: int, min_compression_rate: float | int) -> View:
     """The view that compresses the leaves where it saves enough."""
 
     def view(shape):
         if len(shape) < 2 or 0 in shape:
             return None
-        n, m = matrix_view(shape)
+        n, m = squarest_view(shape)
         r = min(rank, n, m)
         return (n, m, r) if (n + m) * r * min_compression_rate < n * m else None
 

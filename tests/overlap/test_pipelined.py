@@ -201,7 +201,7 @@ def test_a_layer_waits_for_the_layers_before_it(on_mesh):
 
 def test_without_the_chain_the_compiler_merges(two, monkeypatch):
     """What the test before would see: the first layer waits for all of them."""
-    monkeypatch.setattr(sys.modules["jaxdist.overlap.pipelined"], "after", lambda updates, _: updates)
+    monkeypatch.setattr(sys.modules["jaxdist.overlap.pipelined"], "order_after", lambda updates, _: updates)
     pipeline = pipe(2)
     lowered = jd.distribute(pipeline.step, two).lower(begin(pipeline, two), jax.tree.map(lambda x: x[0], batches(1)))
     waiting, _ = waits(lowered.compile())
