@@ -16,6 +16,7 @@ from ..state.marks import bind
 from ..state.placement import place_leaf
 from . import protocol, run
 from .base import AnchorDiffersError, DamagedError, JoinOptions, NameTakenError, Report, TooFewIslandsError
+from .connection import LONGEST_PAUSE, Connection
 from .exchange import (
     UNCOUNTED,
     catch_up,
@@ -35,7 +36,6 @@ from .model import MeetingState, find_model, replace_model
 from .outbox import DriftMessage, InFlight, Outbox
 from .protocol import Commit, Drift, Next, round_name
 from .run import Replay, _LeftBehindError
-from .store import LONGEST_PAUSE, Connection
 
 # An island that is late so often is not waited for.
 LATE_IS_SLOW = 3

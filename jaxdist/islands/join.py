@@ -11,8 +11,9 @@ import optax
 from .._core.checks import check_range
 from ..local_sgd.local_steps import method_of
 from .base import JoinOptions
+from .connection import Connection
 from .island import Island
-from .store import Connection, SharedStore, check_usable, open_store
+from .store import SharedStore, check_usable, open_store
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import jax
 from .._core.types import State, Updates
 from . import protocol
 from .base import DamagedError
+from .connection import LONGEST_PAUSE, Connection
 from .protocol import Drift, body_name, round_name
-from .store import LONGEST_PAUSE, Connection
 
 # Seconds between two looks for drifts of others: there is no hurry before the next meeting.
 FIRST_LOOK, LONGEST_LOOK = 0.05, 5.0

@@ -18,6 +18,7 @@ from ..compressors.compressor import DamagedCodeError
 from ..local_sgd.state import LocalStepsState
 from . import protocol
 from .base import DamagedError, RunMismatchError
+from .connection import Connection
 from .exchange import (
     RoundMethod,
     Shared,
@@ -34,7 +35,6 @@ from .exchange import (
     zeros_like,
 )
 from .protocol import Anchor, Commit
-from .store import Connection
 
 KEPT_ANCHORS = 2
 # The number of islands whose last drift the run remembers.

@@ -10,9 +10,10 @@ import optax
 from .._core.types import PyTree
 from ..local_sgd.local_steps import method_of
 from . import protocol, run
+from .connection import Connection
 from .protocol import Member, round_name, see
 from .run import Replay
-from .store import Connection, SharedStore, open_store
+from .store import SharedStore, open_store
 
 # For so long `read` tries again when the store is out of reach.
 READ_SECONDS = 60.0

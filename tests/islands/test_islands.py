@@ -31,10 +31,10 @@ from problems import assert_close
 import jaxdist as jd
 from jaxdist import islands
 from jaxdist.islands import protocol
+from jaxdist.islands.connection import Connection
 from jaxdist.islands.exchange import RoundMethod
 from jaxdist.islands.island import LATE_IS_SLOW
 from jaxdist.islands.run import Replay
-from jaxdist.islands.store import Connection
 
 each_reducer = pytest.mark.parametrize("reducer", REDUCERS)
 

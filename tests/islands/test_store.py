@@ -13,7 +13,8 @@ import pytest
 from islands_run import method, train_together
 
 from jaxdist import islands
-from jaxdist.islands.store import Connection, check_usable, open_store
+from jaxdist.islands.connection import Connection
+from jaxdist.islands.store import check_usable, open_store
 
 # Set by the fixture: the address of an S3 server.
 S3 = []
