@@ -167,7 +167,7 @@ def binary_tree(workers: int) -> Topology:
     return from_edges(workers, [((i - 1) // 2, i) for i in range(1, workers)], name="binary tree")
 
 
-def digraph(workers: int, arcs: Sequence[tuple[int, int]], *, name: str = "digraph") -> Topology:
+def digraph(workers: int, arcs: Sequence[tuple[int, int]]) -> Topology:
     """Any directed graph; each worker divides its model into equal shares for itself and its destinations.
 
     The matrix is column-stochastic, so the mean of all models is kept; `sgp` weighs the models that arrive, and is the
@@ -191,7 +191,7 @@ def digraph(workers: int, arcs: Sequence[tuple[int, int]], *, name: str = "digra
                 f"{(source, destination)}"
             )
         weights[destination, source] = 1
-    return from_matrix(weights / weights.sum(0, keepdims=True), name=name)
+    return from_matrix(weights / weights.sum(0, keepdims=True), name="digraph")
 
 
 def shift(workers: int, step: int) -> list[int]:
