@@ -5,7 +5,7 @@ from . import pods as pods
 from . import step_time as step_time
 from .base import Collective as Collective
 from .base import Collectives as Collectives
-from .base import Widened as Widened
+from .base import WideSum as WideSum
 from .base import table as table
 from .base import upcast_collectives as upcast_collectives
 from .collectives import collectives as collectives

@@ -183,7 +183,7 @@ def summarize(ops: Sequence[Collective], warnings: Sequence[str]) -> Collectives
     return Collectives(tuple(ops), float(sum(op.wire_bytes for op in ops)), tuple(dict.fromkeys(warnings)))
 
 
-class Widened(NamedTuple):
+class WideSum(NamedTuple):
     """One kind of collective of which the compiled program sends more bytes than the traced one, for one worker.
 
     `logical_bytes` and `logical_dtypes` are as written; they are 0 and empty if only the compiler inserted such
@@ -201,7 +201,7 @@ class Widened(NamedTuple):
 _PADDING = 0.01
 
 
-def upcast_collectives(logical: Collectives, compiled: Collectives) -> tuple[Widened, ...]:
+def upcast_collectives(logical: Collectives, compiled: Collectives) -> tuple[WideSum, ...]:
     """Returns the collectives of which the compiled program sends more bytes than the function asks for.
 
     The usual causes: bfloat16, float8 and 4-bit integers are sent as wider types on CPU (send u8 or u16 words instead),
@@ -221,7 +221,7 @@ def upcast_collectives(logical: Collectives, compiled: Collectives) -> tuple[Wid
     """
     asked, sent = _by_kind(logical), _by_kind(compiled)
     return tuple(
-        Widened(kind, _wire(asked[kind]), _wire(ops), _dtypes(asked[kind]), _dtypes(ops))
+        WideSum(kind, _wire(asked[kind]), _wire(ops), _dtypes(asked[kind]), _dtypes(ops))
         for kind, ops in sorted(sent.items())
         if _wire(ops) > _wire(asked[kind]) * (1 + _PADDING)
     )

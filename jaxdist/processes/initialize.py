@@ -38,10 +38,9 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
 
     Args:
       timeout_seconds: how long to wait for the others.
-      heartbeat_timeout_seconds: how long after the last sign of life of a process JAX ends the others. Time in which
-        the job is suspended as a whole (`scontrol suspend`) counts: make it longer than that, and use a `watchdog` to
-        notice processes that die. Without a launcher that ends the others, as in an island of several processes on
-        spot machines, make it shorter, such as 20: process 0 may wait that long for one that was killed.
+      heartbeat_timeout_seconds: how long after the last sign of life of a process JAX ends the others: longer than the
+        job may be suspended as a whole; short, such as 20, where no launcher ends the others, as in an island on spot
+        machines.
 
     Raises:
       MissingProcessError: a process did not check in in time; the message names it.

@@ -66,7 +66,7 @@ def init_buckets(form: Reducer, params: Updates, buckets: Sequence[Sequence[int]
     return tuple(fold_keys(form.init(select_leaves(params, members)), i) for i, members in enumerate(buckets))
 
 
-def mean_pieces(
+def reduce_buckets(
     form: Reducer, updates: Updates, state: State, buckets: Sequence[Sequence[int]], comm: Comm, extras: Extras
 ) -> tuple[Updates, State]:
     """Returns this worker's shard of the mean of each leaf; the collectives of one bucket run after another's."""

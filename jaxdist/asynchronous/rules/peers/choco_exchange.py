@@ -23,9 +23,9 @@ def choco_exchange(compressor: Compressor, *, step_size: Number) -> Exchange:
     is kept exactly. Compressing whole models, with `compressed`, has errors in proportion to the models instead, and
     changes their sum.
 
-    On the wire: the payload each way.
+    *On the wire*: the payload each way.
 
-    State: two models per neighbor of a worker.
+    *State*: two models per neighbor of a worker.
 
     Args:
       compressor: of one array; an unbiased one is shrunk to a contraction (`compressors.scaled`).

@@ -25,9 +25,9 @@ def backup_workers(spare: int, optimizer: optax.GradientTransformation) -> Rule:
     `x <- x - γ 1/(n - b) Σ g_i`. A step takes the (n - b)-th shortest of n computations; with b = 0 it is synchronous
     SGD with a parameter server.
 
-    On the wire: n models down and n gradients up per step; up to b of them are cancelled before they are sent.
+    *On the wire*: n models down and n gradients up per step; up to b of them are cancelled before they are sent.
 
-    State: the server's model, optimizer, and up to n - b gradients; a worker's model.
+    *State*: the server's model, optimizer, and up to n - b gradients; a worker's model.
 
     Args:
       spare: b. A few percent of the workers absorb rare slowdowns; more wastes work and, if data differ between

@@ -31,7 +31,7 @@ def ssp(staleness: int, optimizer: optax.GradientTransformation) -> Rule:
     slow, all others end up waiting for it, at one iteration each per iteration of that worker. Running iterations are
     finished, so completed counts differ by up to `s + 1`.
 
-    On the wire, and state: as `asgd`.
+    *On the wire* and *State*: as `asgd`.
 
     Args:
       staleness: s. 0 is lockstep (but each gradient is a separate step); a large value is `asgd`.
