@@ -16,9 +16,9 @@ import pytest
 
 import jaxdist as jd
 from jaxdist import offload
-from jaxdist.offload.layers import step
-from jaxdist.offload.layers.step import Step
 from jaxdist.offload.nvme import files
+from jaxdist.offload.nvme_layers import step
+from jaxdist.offload.nvme_layers.step import Step
 
 WIDTH = 12
 ONE_CHUNK = 3 * 4096 * 4  # 4096 entries of Adam's state in float32, with the parameters
