@@ -309,7 +309,7 @@ def test_alone():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_alone(monkeypatch, number):
     # Whoever was asked before in this process may since have lost the signals to another library.
-    monkeypatch.setattr(sys.modules["jaxdist.processes.initialize"], "_received", None)
+    monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", None)
     before = {one: signal.signal(one, signal.SIG_DFL) for one in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         assert not jd.processes.preemption_requested(0)
@@ -321,7 +321,7 @@ def test_a_signal_alone(monkeypatch, number):
 
 
 def test_a_handler_of_the_script_keeps_its_warning(monkeypatch):
-    monkeypatch.setattr(sys.modules["jaxdist.processes.initialize"], "_received", threading.Event())
+    monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", threading.Event())
     heard = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:

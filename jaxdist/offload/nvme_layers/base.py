@@ -1,4 +1,4 @@
-"""ZeRO-Infinity's parameters and gradients on disk: a step that has one layer of the model in memory at a time."""
+"""ZeRO-Infinity: training with parameters and optimizer state on disk, one layer in memory at a time."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

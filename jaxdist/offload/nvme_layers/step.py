@@ -1,4 +1,4 @@
-"""One step over the parts of a stack: its compiled programs, the order of reads and writes, and what runs at each."""
+"""One step over the parts of a stack of layers: forward, backward, and the updates on the way."""
 
 import math
 from collections.abc import Callable, Sequence
