@@ -52,7 +52,7 @@ def host(
     the device. A plain `jax.jit` that donates it must donate the parameters too.
 
     Args:
-      inner: any optimizer, or a chain. Loops that work on the state are refused.
+      inner: any optimizer. Loops that work on the state are refused.
       compute: where the update is computed: by the host's processor (ZeRO-Offload), or on the device, through which
         the state is streamed in portions. Use the device, unless the link to the host is slow and its memory fast.
       delayed: `True` or a step, the `start` of `offload.delayed`; an `inner` that communicates is delayed inside.

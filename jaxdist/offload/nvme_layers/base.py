@@ -76,7 +76,7 @@ def nvme_layers(
     *In host memory*: `prefetch + 1` buffers, each for parameters and state of the largest part; the inputs of all
     layers; a layer's gradient.
 
-    *On the wire*, with a `mesh`: an all-reduce of each part's gradient, when the part has computed it.
+    *On the wire*, with a `mesh`: an all-reduce of each part's gradient.
 
     The optimizer sees each part alone: masks and labels are given as functions.
 
@@ -85,7 +85,7 @@ def nvme_layers(
       store: the folder; `host_bytes` bounds the buffers.
       prefetch: the parts that are read ahead while one is computed: 0 for none, 2 overlaps reads, computation and
         writes.
-      clip_norm: clips gradients by their norm over all parts, as `optax.clip_by_global_norm` does.
+      clip_norm: clips gradients by their norm over all parts.
       mesh: its devices are the workers; `None`: one device.
       axis: the axes of the mesh over which the batch is split.
       reducer: averages gradients; one without state.
