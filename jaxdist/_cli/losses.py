@@ -1,4 +1,4 @@
-"""Loss against bytes, as figures: a run beside its baseline, several runs, seeds, and sync periods."""
+"""Figures of the loss against the bytes sent."""
 
 from collections.abc import Sequence
 from pathlib import Path

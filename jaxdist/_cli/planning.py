@@ -14,8 +14,9 @@ import numpy as np
 from ..analysis import cost, pods
 from ..analysis.base import dtype_name
 from ..analysis.cost import Chip
-from ..analysis.memory import memory, transfers
+from ..analysis.memory import memory
 from ..analysis.overlap import Overlap, Span, overlap
+from ..analysis.transfers import transfers
 from ..runtime.distribute import distribute
 from ..state.marks import OnHost, flatten_marks
 from .models.base import TrainingMethod, Workload, check_batch, parameters_of

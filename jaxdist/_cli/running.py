@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column
 
 from .._core.checks import check_range
-from ..processes.initialize import preemption_requested
+from ..processes.preemption import preemption_requested
 from ..runtime.mesh import make_mesh, use_cpu_devices
 from . import results
 from .figures import in_bytes

@@ -1,4 +1,4 @@
-"""The tables of single runs, of seeds and of sync periods: on the terminal, and as CSV, markdown and LaTeX."""
+"""The tables of runs: on the terminal, and as CSV, markdown and LaTeX."""
 
 import csv
 import math

@@ -99,7 +99,7 @@ def alpha_beta(
     return Links("alpha_beta", seconds, collective, nic, None if places is None else places - 1)
 
 
-def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: bool = False) -> Links:
+def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf")) -> Links:
     """Links as `alpha_beta`, with all-reduces by StragglAR, which the other workers begin before the last one joins.
 
     After the last one joins it takes `(n - 2 + log2 n)(α + B β/(n - 1))`, slightly more if n is not a power of 2, plus
@@ -109,7 +109,6 @@ def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: b
     Args:
       latency: α in seconds.
       bandwidth: 1/β in bytes per second.
-      nic: as for `alpha_beta`.
 
     Examples:
       >>> import optax
@@ -125,7 +124,7 @@ def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: b
     """
     if np.ndim(latency) or np.ndim(bandwidth):
         raise ValueError("stragglar needs one latency and one bandwidth for all links; alpha_beta takes matrices")
-    ring = alpha_beta(latency, bandwidth, nic=nic)
+    ring = alpha_beta(latency, bandwidth)
 
     def collective(group: tuple[int, ...], nbytes: int, op: str, lead: float = 0.0) -> float:
         n = len(group)

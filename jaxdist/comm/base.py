@@ -1,4 +1,4 @@
-"""The `Comm`, a group of workers as one of them sees it, and groups made of others: `alone`, `nested`, `split_group`.
+"""The `Comm`: a group of workers as one of them sees it, and the groups that can be made of others.
 
 `count_sent` counts the bytes that a group sends while it is traced, independently of the count read from programs.
 """

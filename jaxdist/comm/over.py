@@ -1,4 +1,4 @@
-"""The workers along mesh axes, where `shard_map` maps axes by hand and under `vmap`, and their random keys."""
+"""The workers along axes of a mesh, under `shard_map` and under `vmap`."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ def block_top_k(density: float, *, block: int = 4096) -> Compressor:
     δ = k / block (of an array that is shorter than a block: its own k/d), attained where all magnitudes are equal. No
     part of an array is starved, and blocks can be decoded separately; `top_k` sends larger entries for the same bytes.
 
-    On the wire: `K = k ceil(d / block)` values in the dtype of x, and their positions as in `top_k`: K of
+    *On the wire*: `K = k ceil(d / block)` values in the dtype of x, and their positions as in `top_k`: K of
     `block ceil(d / block)`, 8 bits each for 64 of 4096, where indices within the block take 12. The
     padding of the last block is sent as zeros.
 

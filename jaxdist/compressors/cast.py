@@ -37,7 +37,7 @@ def cast(dtype: DTypeLike, *, rounding: Rounding = "nearest") -> Compressor:
     At random an entry becomes one of the two bfloat16 around it, ω = 2^-16: for a running average, which with rounding
     to nearest would not change where a step moves it by less than a 512th.
 
-    On the wire: 2 bytes an entry, as an array of `dtype` (summable); 8-bit: 1 byte an entry and 4 for the scale.
+    *On the wire*: 2 bytes an entry, as an array of `dtype` (summable); 8-bit: 1 byte an entry and 4 for the scale.
 
     Args:
       dtype: bfloat16 (any magnitude, 2 to 3 digits: start here), float16 (3 to 4 digits, but 6e-5 to 65504 only),

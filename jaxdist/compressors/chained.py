@@ -25,7 +25,7 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
 
     An unbiased sparse compressor with a biased dense one would be neither, and is refused.
 
-    On the wire: the positions of the sparse compressor, and the payload of the dense one for k values:
+    *On the wire*: the positions of the sparse compressor, and the payload of the dense one for k values:
     `chained(top_k(0.01), qsgd(4))` takes 12 to 13 bits for an entry, where `top_k` takes 40.
 
     Args:

@@ -36,7 +36,7 @@ def drive(*, block: int = 256) -> Compressor:
     This is the scale with the least error; `|x|² / |R x|₁`, which is unbiased for uniformly random rotations, is not
     for this one: (2, 1) would always decode to (2.5, 0).
 
-    On the wire: a bit an entry of whole blocks, 4 bytes of scale per block, and 4 bytes of seed: 1.125 bits an entry.
+    *On the wire*: a bit an entry of whole blocks, 4 bytes of scale per block, and 4 bytes of seed: 1.125 bits an entry.
     An array shorter than a block is one of the next power of two.
 
     Args:

@@ -41,7 +41,7 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
 
     δ = 0.999. What is above 3.2e38 decodes to that.
 
-    On the wire, or in memory: a byte an entry (in whole 32-bit words where there are several blocks) and a byte per
+    *On the wire*, or in memory: a byte an entry (in whole 32-bit words where there are several blocks) and a byte per
     block: 8.25 bits an entry.
 
     Args:

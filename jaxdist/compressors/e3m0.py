@@ -16,7 +16,7 @@ def e3m0(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
     entries, 0.80 for 4096. For Gaussian entries the loss is 0.038, where `mxfp4` has 0.013. At random ω = 0.124, for
     4096 entries 0.207.
 
-    On the wire: half a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per
+    *On the wire*: half a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per
     block: 4.125 bits an entry, 7.8 times less than float32.
 
     An outlier costs its neighbors no digits while it is less than 64 times as large, so blocks may have up to 4096

@@ -17,7 +17,8 @@ def fp8(*, block: int = 128, format: Literal["e4m3", "e5m2"] = "e4m3", rounding:
     ones. For Gaussian entries the loss is 7e-4 (e5m2: 3e-3), more than that of `int8`. To nearest δ is 0.9965 for any
     block (e5m2: 0.988); at random ω is 0.0035 (e5m2: 0.0125).
 
-    On the wire: a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per block.
+    *On the wire*: a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per
+    block.
 
     Args:
       block: entries that share a scale, 4 bytes each: 64 to 1024. `cast(float8_e4m3fn)` has one for the whole array.

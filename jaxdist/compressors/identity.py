@@ -9,7 +9,7 @@ from .compressor import Compressor
 def identity() -> Compressor:
     """Sends the array as it is: `C(x) = x`, summable, with ω = 0 and δ = 1.
 
-    On the wire: the array, in its own dtype.
+    *On the wire*: the array, in its own dtype.
 
     Examples:
       >>> import jax, jax.numpy as jnp

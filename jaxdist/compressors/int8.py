@@ -16,8 +16,8 @@ def int8(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
 
     Blocks below 1.5e-36 have steps of 1.2e-38.
 
-    On the wire: a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per block;
-    3.9 times less than float32.
+    *On the wire*: a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per
+    block; 3.9 times less than float32.
 
     Args:
       block: entries that share a scale. Smaller is more exact and costs 4 bytes per block: 64 to 1024.

@@ -34,7 +34,7 @@ def min_max_uint8() -> Compressor:
     h/2. For arrays on one side of zero; on both sides `int8` with blocks is as exact, and robust to outliers. BAGUA
     adds 1e-7 to the range; here it is widened by a millionth, so that arrays of any magnitude keep their digits.
 
-    On the wire: a byte an entry and 8 bytes; 4 times less than float32.
+    *On the wire*: a byte an entry and 8 bytes; 4 times less than float32.
 
     Examples:
       >>> import jax, jax.numpy as jnp

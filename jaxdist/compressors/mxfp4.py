@@ -14,8 +14,8 @@ def mxfp4(*, rounding: Rounding = "nearest") -> Compressor:
     a quarter. δ = 0.891, attained by one entry of 5 among those of a quarter; for Gaussian entries the loss is 0.013.
     At random s is the power of two with which nothing is cut off, as the mean requires; ω = 0.18.
 
-    On the wire: half a byte an entry (in whole 32-bit words where there are several blocks) and a byte per block: 4.25
-    bits an entry, 7.5 times less than float32.
+    *On the wire*: half a byte an entry (in whole 32-bit words where there are several blocks) and a byte per block:
+    4.25 bits an entry, 7.5 times less than float32.
 
     Examples:
       >>> import jax, jax.numpy as jnp

@@ -17,8 +17,8 @@ def mxfp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", rounding: Rounding = "nea
     largest float8, 448 (57344), become that and lose up to an eighth. Hence δ = 63/64 = 0.984 for both. At random s
     is the power of two with which nothing is cut off, as the mean requires; ω = 0.0035 (e5m2: 0.0125).
 
-    On the wire: a byte an entry (in whole 32-bit words where there are several blocks) and a byte per block: 8.25 bits
-    an entry.
+    *On the wire*: a byte an entry (in whole 32-bit words where there are several blocks) and a byte per block: 8.25
+    bits an entry.
 
     Examples:
       >>> import jax, jax.numpy as jnp

@@ -39,7 +39,7 @@ def nuqsgd(
     The zero level is the paper's. Without one, as in its authors' code, every entry below `p^s norm` is sent as
     `±p^s norm`: at 3 bits and 8192 entries `|C(x) - x|² / |x|²` is 127 for Gaussian entries, against 17.
 
-    On the wire: `ceil(n bits / 8)` bytes of codes (in whole 32-bit words where there are several buckets) and 4 bytes
+    *On the wire*: `ceil(n bits / 8)` bytes of codes (in whole 32-bit words where there are several buckets) and 4 bytes
     of norm per bucket.
 
     Arguments are those of `with_levels`. With 3 bits use buckets of 512 or fewer; a lower base p, in (0, 1), reaches

@@ -21,7 +21,7 @@ def one_bit(*, contraction: float | int | None = None) -> Compressor:
     unless a contraction is stated; `scaled_sign`, with the same bytes, needs none, and is better where the length of x
     does not matter.
 
-    On the wire: `ceil(d / 8)` bytes of signs, 4 bytes of scale; 32 times less than float32.
+    *On the wire*: `ceil(d / 8)` bytes of signs, 4 bytes of scale; 32 times less than float32.
 
     Args:
       contraction: a δ that holds for your arrays, in (0, 1]; 0.59 for Gaussian entries. Leave out entries that are

@@ -31,7 +31,7 @@ def random_k(density: float, *, unbiased: bool = False) -> Compressor:
     finite, with a smaller error, and no longer unbiased. NaN of an entry that is not drawn is not sent: check for it
     before.
 
-    On the wire: k values in the dtype of x, and 16 bytes of seed. Positions are not sent: each worker computes them
+    *On the wire*: k values in the dtype of x, and 16 bytes of seed. Positions are not sent: each worker computes them
     from the seed, which is sent as four floats of one byte each, so that the average of equal seeds is the seed.
 
     Args:

@@ -37,7 +37,7 @@ def scaled(compressor: Compressor, *, closest: bool = False) -> Compressor:
     What is shrunk is biased, which the feedback corrects. Entries that an unbiased compressor cuts off at the largest
     float may lose more than δ says.
 
-    On the wire: the payload of `compressor`.
+    *On the wire*: the payload of `compressor`.
 
     Args:
       closest: take `s = 1 / (1 + ω_x)`, which has the least error. For methods that build up a copy of something from

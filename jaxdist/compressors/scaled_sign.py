@@ -21,7 +21,7 @@ def scaled_sign(*, bucket: int | None = None) -> Compressor:
     Gaussian entries, so use it only inside error feedback. A single bit cannot represent zero: entries that are
     always zero decode to plus the scale, which the feedback must correct.
 
-    On the wire: `ceil(n / 8)` bytes of signs, 4 bytes of scale per bucket; up to 32 times less than float32.
+    *On the wire*: `ceil(n / 8)` bytes of signs, 4 bytes of scale per bucket; up to 32 times less than float32.
 
     Args:
       bucket: the number d of entries that share a scale; None: the whole array, which suits one layer of a model. If

@@ -31,7 +31,7 @@ def sign() -> Compressor:
     refuses it, and its reducers refuse `examples=`: zero becomes +1, so that no worker can be left out. NaN counts as
     negative and cannot be detected after the mean: check for it before.
 
-    On the wire: `ceil(d / 8)` bytes; 32 times less than float32.
+    *On the wire*: `ceil(d / 8)` bytes; 32 times less than float32.
 
     Examples:
       >>> import jax, jax.numpy as jnp

@@ -25,7 +25,7 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
     and many small entries `E|C(x) - x|²` exceeds `|x|²`. So error feedback refuses it with clipping; use `clip=None`
     with small buckets there, or `qsgd`.
 
-    On the wire: 2 bits an entry (in whole 32-bit words where there are several buckets) and 4 bytes per bucket; up to
+    *On the wire*: 2 bits an entry (in whole 32-bit words where there are several buckets) and 4 bytes per bucket; up to
     16 times less than float32.
 
     Args:

@@ -20,9 +20,10 @@ def top_k(density: float, *, method: Method = "threshold") -> Compressor:
     whose magnitudes are uneven. Biased: without error feedback the small entries are never sent. Ties go to the lower
     index; magnitudes are compared in float32.
 
-    On the wire: k values in the dtype of x, and their positions: `k b + k + ((d - k) >> b)` bits with the best b (near
-    `log2(d / k)`; both parts in whole bytes), up to a density of 0.5 at most 0.56 bits an entry above the entropy of k
-    positions; or 2 bytes each (up to 65,536 entries) or 4 where that is smaller. At a density of 0.01 that is 1 byte.
+    *On the wire*: k values in the dtype of x, and their positions: `k b + k + ((d - k) >> b)` bits with the best b
+    (near `log2(d / k)`; both parts in whole bytes), up to a density of 0.5 at most 0.56 bits an entry above the entropy
+    of k positions; or 2 bytes each (up to 65,536 entries) or 4 where that is smaller. At a density of 0.01 that is 1
+    byte.
 
     Args:
       density: the share that is kept, in (0, 1]. Start at 0.01; 0.001 with a warm-up; above 0.25 an 8-bit code

@@ -34,7 +34,7 @@ def two_means(*, block: int = 256) -> Compressor:
     attained by the magnitudes `u_j - u_{j-1}`: 0.63, 0.55, 0.47 for blocks of 64, 256, 1024 entries. Gaussian entries
     keep 0.88. Each entry keeps its sign, where a uniform code of two bits has one bin for small values of both signs.
 
-    On the wire: `ceil(d / 4)` bytes of codes and 8 bytes of means per block; 14 times less than float32.
+    *On the wire*: `ceil(d / 4)` bytes of codes and 8 bytes of means per block; 14 times less than float32.
 
     Args:
       block: entries that share two means. Smaller is more exact and costs 8 bytes per block: 64 to 1024.

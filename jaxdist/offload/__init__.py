@@ -2,9 +2,6 @@
 
 from .delayed import delayed as delayed
 from .host import host as host
-from .layers.base import StreamedLayers as StreamedLayers
-from .layers.base import nvme_layers as nvme_layers
-from .layers.step import LayerStack as LayerStack
 from .nvme.base import nvme as nvme
 from .nvme.files import Store as Store
 from .nvme.files import StoreDamagedError as StoreDamagedError
@@ -12,6 +9,9 @@ from .nvme.files import StoreError as StoreError
 from .nvme.files import StoreFullError as StoreFullError
 from .nvme.files import Streamed as Streamed
 from .nvme.files import StreamedStats as StreamedStats
+from .nvme_layers.base import StreamedLayers as StreamedLayers
+from .nvme_layers.base import nvme_layers as nvme_layers
+from .nvme_layers.step import LayerStack as LayerStack
 from .tiled import Tiled as Tiled
 from .tiled import tile as tile
 from .tiled import tiled_dense as tiled_dense

@@ -49,21 +49,17 @@ def host(
     *On the wire*: the collectives of `inner`, unchanged.
 
     *State*: that of `inner`, every leaf in the mark `OnHost` around the mark it had, except typed keys, which remain on
-    the device. A plain `jax.jit` that donates the state must donate the parameters too, and return both in the order of
-    the arguments: JAX matches donated arrays with results by shape and order, whatever memory they are in.
+    the device. A plain `jax.jit` that donates it must donate the parameters too.
 
     Args:
-      inner: any optimizer, or a chain. Loops that work on the state are refused.
+      inner: any optimizer. Loops that work on the state are refused.
       compute: where the update is computed: by the host's processor (ZeRO-Offload), or on the device, through which
         the state is streamed in portions. Use the device, unless the link to the host is slow and its memory fast.
-      delayed: `True` or a step: from then on each step applies the update of the previous step's gradients, so that the
-        host can work while the device does, where the compiler makes use of it; see `offload.delayed`. For an `inner`
-        that communicates write `host(zero_redundancy(offload.delayed(...)))`.
+      delayed: `True` or a step, the `start` of `offload.delayed`; an `inner` that communicates is delayed inside.
       master_dtype: `jnp.float32` keeps the parameters in it on the host, updates those, and sends their rounding.
         Inside `local_steps`, `noloco` and `gossip`, which change the parameters, these are sent to the host too.
-      tile_bytes: the bytes of state in one portion: smaller takes less memory on the device, larger has fewer
-        transfers. Two portions are on the device at a time, with their results. A larger leaf is cut if its operations
-        are entrywise.
+      tile_bytes: the bytes of state in one portion, of which two are on the device at a time: smaller takes less
+        memory there, larger has fewer transfers.
 
     Returns:
       A gradient transformation; call its `update` under `jax.jit`. With `master_dtype` updates are float32, so that

@@ -1,7 +1,6 @@
 """The gradient of a batch whose size differs between workers."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -46,7 +45,20 @@ def any_batch(losses: Callable[..., Any], *, axis: AxisNames = "data") -> Callab
     References:
       Ferdinand et al., "Anytime Minibatch", arXiv:2006.05752, 2019.
     """
-    value_and_grad = local_value_and_grad(partial(_average_masked, losses), axis=axis)
+
+    def average_masked(params: PyTree, batch: PyTree, examples: Array) -> Array:
+        """The mean loss of the first `examples` examples."""
+        size = jax.tree.leaves(batch)[0].shape[0]
+        is_used = jnp.arange(size) < examples
+        # The first example replaces those left out: their gradient may be NaN, and 0 times NaN is NaN.
+        batch = jax.tree.map(lambda x: jnp.where(is_used.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1]), batch)
+        values = losses(params, batch)
+        if values.shape != (size,):
+            raise ValueError(f"losses must return the loss of each of the {size} examples, got shape {values.shape}")
+        number = jnp.clip(examples, 1, size).astype(working_dtype(values.dtype))
+        return jnp.sum(jnp.where(is_used, values.astype(number.dtype), 0)) / number
+
+    value_and_grad = local_value_and_grad(average_masked, axis=axis)
 
     def mask_value_and_grad(params: PyTree, batch: PyTree, examples: Any) -> tuple[Any, PyTree]:
         # Without examples the mean is that of the first one, which must not count.
@@ -55,16 +67,3 @@ def any_batch(losses: Callable[..., Any], *, axis: AxisNames = "data") -> Callab
         return jax.tree.map(lambda x: jnp.where(has_examples, x, jnp.zeros_like(x)), value_and_gradient)
 
     return mask_value_and_grad
-
-
-def _average_masked(losses: Callable[..., Any], params: PyTree, batch: PyTree, examples: Array) -> Array:
-    """The mean loss of the first `examples` examples."""
-    size = jax.tree.leaves(batch)[0].shape[0]
-    is_used = jnp.arange(size) < examples
-    # The first example replaces those left out: their gradient may be NaN, and 0 times NaN is NaN.
-    batch = jax.tree.map(lambda x: jnp.where(is_used.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1]), batch)
-    values = losses(params, batch)
-    if values.shape != (size,):
-        raise ValueError(f"losses must return the loss of each of the {size} examples, got shape {values.shape}")
-    number = jnp.clip(examples, 1, size).astype(working_dtype(values.dtype))
-    return jnp.sum(jnp.where(is_used, values.astype(number.dtype), 0)) / number

@@ -1,6 +1,5 @@
 """Anytime minibatch: dual averaging of as many gradients as fit into a fixed time."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -87,45 +86,51 @@ def anytime_minibatch(
     """
     check_averaging(geometry, topology, rounds, weights)
     averaging = Averaging(geometry, learning_rate, topology, rounds, weights, False, axis)
-    return optax.GradientTransformationExtraArgs(partial(_init_anytime, averaging), partial(_step_anytime, averaging))
+    tx = _AnytimeMinibatch(averaging)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-def _init_anytime(averaging: Averaging, params: PyTree) -> State:
-    check_leaves(params)
-    averaging.geometry.check(params)
-    dual = zeros_like(params)
-    return AnytimeMinibatchState(
-        count=jnp.zeros((), jnp.int32),
-        sent=jnp.zeros(2, jnp.uint32),
-        # A copy, since parameters and state may both be donated.
-        start=jax.tree.map(jnp.array, wide(params)),
-        dual=dual if averaging.topology is None else bind(PerWorker(dual), averaging.axis),
-    )
+class _AnytimeMinibatch(NamedTuple):
+    """The checked arguments of `anytime_minibatch`."""
 
+    averaging: Averaging
 
-def _step_anytime(
-    averaging: Averaging,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    examples: Any = None,
-    active: Any = None,
-    **extra: Any,
-) -> tuple[Updates, State]:
-    comm, ledger, number = averaging.begin_step(updates, params, examples, active)
-    with jax.named_scope("anytime_minibatch"):
-        # z_i + g_i, or z_i on a worker without examples.
-        old = state.dual if averaging.topology is None else state.dual.value
-        dual = jax.tree.map(jnp.add, comm.varying(old), wide(updates))
-        dual = dual if number is None else tree_where(number > 0, dual, old)
-        # z_i = Σ_j W_ij b_j (z_j + g_j) / Σ_j W_ij b_j
-        dual = averaging.average_over_workers(dual, number, old, comm, state.count)
-        # x_i = argmin over x in X of <z_i, x> + D(x, x_1) / η_t
-        new = averaging.geometry.step(state.start, dual, rate_at(averaging.learning_rate, state.count))
-    return updates_to(new, params), AnytimeMinibatchState(
-        count=next_count(state.count),
-        sent=add_bytes(state.sent, comms.total_bytes(ledger)),
-        start=state.start,
-        dual=dual if averaging.topology is None else with_value(state.dual, comm.varying(dual)),
-    )
+    def init(self, params: PyTree) -> State:
+        check_leaves(params)
+        self.averaging.geometry.check(params)
+        dual = zeros_like(params)
+        return AnytimeMinibatchState(
+            count=jnp.zeros((), jnp.int32),
+            sent=jnp.zeros(2, jnp.uint32),
+            # A copy, since parameters and state may both be donated.
+            start=jax.tree.map(jnp.array, wide(params)),
+            dual=dual if self.averaging.topology is None else bind(PerWorker(dual), self.averaging.axis),
+        )
+
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        **extra: Any,
+    ) -> tuple[Updates, State]:
+        averaging = self.averaging
+        comm, ledger, number = averaging.begin_step(updates, params, examples, active)
+        with jax.named_scope("anytime_minibatch"):
+            # z_i + g_i, or z_i on a worker without examples.
+            old = state.dual if averaging.topology is None else state.dual.value
+            dual = jax.tree.map(jnp.add, comm.varying(old), wide(updates))
+            dual = dual if number is None else tree_where(number > 0, dual, old)
+            # z_i = Σ_j W_ij b_j (z_j + g_j) / Σ_j W_ij b_j
+            dual = averaging.average_over_workers(dual, number, old, comm, state.count)
+            # x_i = argmin over x in X of <z_i, x> + D(x, x_1) / η_t
+            new = averaging.geometry.step(state.start, dual, rate_at(averaging.learning_rate, state.count))
+        return updates_to(new, params), AnytimeMinibatchState(
+            count=next_count(state.count),
+            sent=add_bytes(state.sent, comms.total_bytes(ledger)),
+            start=state.start,
+            dual=dual if averaging.topology is None else with_value(state.dual, comm.varying(dual)),
+        )

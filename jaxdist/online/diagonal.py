@@ -1,7 +1,6 @@
 """The geometry of a diagonal matrix."""
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -53,18 +52,17 @@ def diagonal(curvature: PyTree, *, low: float | int = -math.inf, high: float | i
     def divergence(x, y):
         return total(jax.tree.map(lambda x, y, h: jnp.asarray(h, x.dtype) * jnp.square(x - y), x, y, curvature)) / 2
 
-    return Geometry(step, divergence, partial(_check_curvature, curvature))
-
-
-def _check_curvature(curvature: PyTree, params: PyTree) -> None:
-    if jax.tree.structure(params) != jax.tree.structure(curvature):
-        raise ValueError(
-            f"curvature must be a tree like the parameters, {jax.tree.structure(params)}, got "
-            f"{jax.tree.structure(curvature)}"
-        )
-    for (path, x), h in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(curvature), strict=True):
-        if jnp.shape(h) != x.shape:
+    def check(params):
+        if jax.tree.structure(params) != jax.tree.structure(curvature):
             raise ValueError(
-                f"curvature{jax.tree_util.keystr(path)} must have the shape {x.shape} of the parameter, got "
-                f"{jnp.shape(h)}"
+                f"curvature must be a tree like the parameters, {jax.tree.structure(params)}, got "
+                f"{jax.tree.structure(curvature)}"
             )
+        for (path, x), h in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(curvature), strict=True):
+            if jnp.shape(h) != x.shape:
+                raise ValueError(
+                    f"curvature{jax.tree_util.keystr(path)} must have the shape {x.shape} of the parameter, got "
+                    f"{jnp.shape(h)}"
+                )
+
+    return Geometry(step, divergence, check)

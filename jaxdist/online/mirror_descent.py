@@ -1,6 +1,5 @@
 """Distributed any-batch mirror descent: uneven batches, averages over workers or neighbors."""
 
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -100,50 +99,54 @@ def mirror_descent(
         raise ValueError(f'order must be "adapt_then_combine" or "combine_then_adapt", got {order!r}')
     check_averaging(geometry, topology, rounds, weights)
     averaging = Averaging(geometry, learning_rate, topology, rounds, weights, order == "combine_then_adapt", axis)
-    return optax.GradientTransformationExtraArgs(partial(_init_descent, averaging), partial(_descend, averaging))
+    tx = _MirrorDescent(averaging)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-def _init_descent(averaging: Averaging, params: PyTree) -> State:
-    check_leaves(params)
-    averaging.geometry.check(params)
-    # The first message is weighted before any examples were counted: all workers alike.
-    examples = bind(PerWorker(jnp.ones((), jnp.float32)), averaging.axis) if averaging.keeps_examples else None
-    return MirrorDescentState(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), examples)
+class _MirrorDescent(NamedTuple):
+    """The checked arguments of `mirror_descent`."""
 
+    averaging: Averaging
 
-def _descend(
-    averaging: Averaging,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    examples: Any = None,
-    active: Any = None,
-    **extra: Any,
-) -> tuple[Updates, State]:
-    comm, ledger, number = averaging.begin_step(updates, params, examples, active)
-    with jax.named_scope("mirror_descent"):
-        old = wide(params)
-        # Either order of z_i = argmin ... (adapt) and x_i = Σ_j W_ij b_j z_j / Σ_j W_ij b_j (combine).
-        if averaging.combine_first:
-            # Models are weighted by the examples of the step that made them.
-            last = state.examples.value if averaging.keeps_examples else None
-            new = averaging.average_over_workers(old, last, old, comm, state.count)
-            new = _mirror_step(averaging, new, updates, number, state.count)
-        else:
-            new = _mirror_step(averaging, comm.varying(old), updates, number, state.count)
-            new = averaging.average_over_workers(new, number, old, comm, state.count)
-    weight = comm.varying(jnp.ones((), jnp.float32)) if number is None else number
-    return updates_to(new, params), MirrorDescentState(
-        count=next_count(state.count),
-        sent=add_bytes(state.sent, comms.total_bytes(ledger)),
-        examples=with_value(state.examples, weight) if averaging.keeps_examples else None,
-    )
+    def init(self, params: PyTree) -> State:
+        check_leaves(params)
+        averaging = self.averaging
+        averaging.geometry.check(params)
+        # The first message is weighted before any examples were counted: all workers alike.
+        examples = bind(PerWorker(jnp.ones((), jnp.float32)), averaging.axis) if averaging.keeps_examples else None
+        return MirrorDescentState(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), examples)
 
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree | None = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        **extra: Any,
+    ) -> tuple[Updates, State]:
+        averaging = self.averaging
+        comm, ledger, number = averaging.begin_step(updates, params, examples, active)
+        with jax.named_scope("mirror_descent"):
+            old = wide(params)
+            # Either order of z_i = argmin ... (adapt) and x_i = Σ_j W_ij b_j z_j / Σ_j W_ij b_j (combine).
+            if averaging.combine_first:
+                # Models are weighted by the examples of the step that made them.
+                last = state.examples.value if averaging.keeps_examples else None
+                new = averaging.average_over_workers(old, last, old, comm, state.count)
+                new = self._mirror_step(new, updates, number, state.count)
+            else:
+                new = self._mirror_step(comm.varying(old), updates, number, state.count)
+                new = averaging.average_over_workers(new, number, old, comm, state.count)
+        weight = comm.varying(jnp.ones((), jnp.float32)) if number is None else number
+        return updates_to(new, params), MirrorDescentState(
+            count=next_count(state.count),
+            sent=add_bytes(state.sent, comms.total_bytes(ledger)),
+            examples=with_value(state.examples, weight) if averaging.keeps_examples else None,
+        )
 
-def _mirror_step(
-    averaging: Averaging, model: PyTree, gradients: Updates, number: Array | None, count: Int[Array, ""]
-) -> PyTree:
-    """`argmin over x in X of <g, x> + D(x, model) / η_t`; a worker without examples takes no step."""
-    new = averaging.geometry.step(model, wide(gradients), rate_at(averaging.learning_rate, count))
-    return new if number is None else tree_where(number > 0, new, model)
+    def _mirror_step(self, model: PyTree, gradients: Updates, number: Array | None, count: Int[Array, ""]) -> PyTree:
+        """`argmin over x in X of <g, x> + D(x, model) / η_t`; a worker without examples takes no step."""
+        new = self.averaging.geometry.step(model, wide(gradients), rate_at(self.averaging.learning_rate, count))
+        return new if number is None else tree_where(number > 0, new, model)

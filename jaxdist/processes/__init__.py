@@ -9,7 +9,7 @@ from .cluster import MissingProcessError as MissingProcessError
 from .cluster import PortError as PortError
 from .consistency import check_consistency as check_consistency
 from .initialize import initialize as initialize
-from .initialize import preemption_requested as preemption_requested
+from .preemption import preemption_requested as preemption_requested
 from .self_check import CollectiveError as CollectiveError
 from .self_check import self_check as self_check
 from .watchdog import ProcessLostError as ProcessLostError

@@ -60,7 +60,7 @@ def broadcast(tree: PyTree, *, source: int = 0) -> PyTree:
     return structure.unflatten([_restore_type(host, leaf) for host, leaf in zip(hosts, leaves, strict=True)])
 
 
-def assert_same(tree: PyTree, *, source: int = 0) -> None:
+def assert_same(tree: PyTree) -> None:
     """Checks that all processes have the same values, bit for bit. For a placed state see `runtime.disagreement`.
 
     All processes must call it together.
@@ -68,16 +68,15 @@ def assert_same(tree: PyTree, *, source: int = 0) -> None:
     *On the wire*: of each process 8 bytes, and 4 for each leaf.
 
     Raises:
-      ValueError: in all processes: the leaf, and the process whose value differs from that of `source`.
+      ValueError: in all processes: the leaf, and the process whose value differs from that of process 0.
 
     Examples:
       >>> import numpy as np, jaxdist as jd
       >>> jd.processes.assert_same({"w": np.ones(3)})
     """
-    _check_source(source)
     names, hosts = _on_host(tree)
-    _check_structure(tree, source)
-    different = _first_difference(names, [hash_of(x) ^ _hash_type(x) for x in hosts], source)
+    _check_structure(tree, 0)
+    different = _first_difference(names, [hash_of(x) ^ _hash_type(x) for x in hosts], 0)
     if different:
         raise ValueError(f"{different}: use jd.processes.broadcast(tree) to copy the values of one process")
 

@@ -1,4 +1,4 @@
-"""A job, as the environment describes it that a launcher or scheduler sets, and the errors of its processes."""
+"""The job of this process, as the environment variables of its launcher or scheduler describe it."""
 
 import ipaddress
 import re

@@ -1,11 +1,8 @@
-"""Connects the processes of a job, and detects that the scheduler is about to take the machine away."""
+"""Connects the processes of a job."""
 
 import os
-import signal
-import threading
 
 import jax
-from jax.experimental import multihost_utils
 
 from .._core.checks import check_count
 from .._core.compat import coordination_client, has_backend
@@ -18,8 +15,6 @@ RANKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 UNPROXIED = "no_grpc_proxy"
 SECRET = "JAXDIST_SECRET"
 KUBERNETES = "KUBERNETES_SERVICE_HOST"  # set in every container; the name of a pod resolves only when it is ready
-WARNING = getattr(signal, "SIGUSR1", None)  # Windows has none
-_received: threading.Event | None = None
 
 
 def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 100) -> bool:
@@ -38,10 +33,9 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
 
     Args:
       timeout_seconds: how long to wait for the others.
-      heartbeat_timeout_seconds: how long after the last sign of life of a process JAX ends the others. Time in which
-        the job is suspended as a whole (`scontrol suspend`) counts: make it longer than that, and use a `watchdog` to
-        notice processes that die. Without a launcher that ends the others, as in an island of several processes on
-        spot machines, make it shorter, such as 20: process 0 may wait that long for one that was killed.
+      heartbeat_timeout_seconds: how long after the last sign of life of a process JAX ends the others: longer than the
+        job may be suspended as a whole; short, such as 20, where no launcher ends the others, as in an island on spot
+        machines.
 
     Raises:
       MissingProcessError: a process did not check in in time; the message names it.
@@ -132,44 +126,3 @@ def _reach_directly(address: str) -> None:
     others = os.environ.get(UNPROXIED) or os.environ.get("no_proxy", "")
     host = address.rpartition(":")[0].strip("[]")
     os.environ[UNPROXIED] = ",".join(filter(None, (others, host)))
-
-
-def preemption_requested(step: int) -> bool:
-    """Returns whether to save and exit after this step because a process was asked to; the same in all processes.
-
-    Schedulers send SIGTERM before they take a machine away, Slurm also SIGUSR1 if a job asks for a warning, and
-    `jaxdist launch` passes both on. Call it once in every step, in all processes. In a job of several processes JAX's
-    preemption service chooses a step that none has reached, within about a second; a single process handles SIGTERM
-    itself from the first call on. SIGUSR1 is handled from the first call in the main thread on, unless the script has
-    its own handler for it.
-
-    Args:
-      step: the number of the step, increased by one at each call.
-
-    Raises:
-      ValueError: in a single process, the first call is not in the main thread.
-
-    Examples:
-      >>> import jaxdist as jd
-      >>> jd.processes.preemption_requested(0)
-      False
-    """
-    global _received
-    _handle_warnings()
-    if jax.distributed.is_initialized():
-        return multihost_utils.reached_preemption_sync_point(step)
-    if _received is None:
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError("the first call of preemption_requested must be in the main thread, where signals arrive")
-        received = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: received.set())
-        _received = received
-    return _received.is_set()
-
-
-def _handle_warnings() -> None:
-    """Turns SIGUSR1 into SIGTERM, which JAX's service handles."""
-    # Python lets no other thread set a handler.
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and WARNING is not None and signal.getsignal(WARNING) == signal.SIG_DFL:
-        signal.signal(WARNING, lambda *_: signal.raise_signal(signal.SIGTERM))

@@ -158,32 +158,38 @@ def d_lp_s(compressor: Compressor | None = None, *, interval: int = 1, replicas:
     return dcd_psgd(min_max_uint8() if compressor is None else compressor, interval=interval, replicas=replicas)
 
 
+@takes_options_of(all_reduce)
 def gradient_allreduce(
     optimizer: optax.GradientTransformation,
     *,
     hierarchical: bool = False,
     bucket_bytes: int | None = BUCKET_BYTES,
     axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages gradients in full precision: `c_fp_s`, then the optimizer.
 
     *On the wire*: the bytes of `c_fp_s`. *State*: that of the optimizer.
 
+    Args:
+      **options: other arguments: those of `all_reduce`.
+
     Examples:
       >>> import optax, jaxdist as jd
       >>> tx = jd.recipes.bagua.gradient_allreduce(optax.adam(1e-3))
     """
-    return _average_gradients(
-        c_fp_s(hierarchical=hierarchical, bucket_bytes=bucket_bytes), optimizer, hierarchical, axis
-    )
+    reducer = c_fp_s(hierarchical=hierarchical, bucket_bytes=bucket_bytes)
+    return _average_gradients(reducer, optimizer, hierarchical, axis, options)
 
 
-@takes_options_of(c_lp_s)
+@takes_options_of(all_reduce)
 def bytegrad(
     optimizer: optax.GradientTransformation,
     *,
     compressor: Compressor | None = None,
+    feedback: bool = False,
     hierarchical: bool = False,
+    bucket_bytes: int | None = BUCKET_BYTES,
     axis: AxisNames = "data",
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -196,14 +202,14 @@ def bytegrad(
     feedback that of `c_lp_s` too.
 
     Args:
-      **options: other arguments: those of `c_lp_s`.
+      **options: other arguments: those of `all_reduce`.
 
     Examples:
       >>> import optax, jaxdist as jd
       >>> tx = jd.recipes.bagua.bytegrad(optax.sgd(0.1, momentum=0.9))
     """
-    reducer = c_lp_s(compressor, hierarchical=hierarchical, **options)
-    return _average_gradients(reducer, optimizer, hierarchical, axis)
+    reducer = c_lp_s(compressor, feedback=feedback, hierarchical=hierarchical, bucket_bytes=bucket_bytes)
+    return _average_gradients(reducer, optimizer, hierarchical, axis, options)
 
 
 @takes_options_of(optimizers.qadam, fixed=["reducer"])
@@ -289,6 +295,7 @@ def decentralized(
     return _gossip(inner, graphs[peers](workers), d_fp_s(interval=interval), hierarchical, axis)
 
 
+@takes_options_of(gossip, fixed=["method", "carriers"])
 def low_precision_decentralized(
     inner: optax.GradientTransformation,
     workers: int,
@@ -298,6 +305,7 @@ def low_precision_decentralized(
     replicas: bool = True,
     hierarchical: bool = False,
     axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """On a ring, each worker sends its compressed step and applies the decoded step, as its neighbors do.
 
@@ -316,6 +324,7 @@ def low_precision_decentralized(
       interval: the payload has all steps since the last time.
       replicas: keep `l` and `r`, as the public implementation does, equal in every bit to the neighbors' models;
         `False` keeps their weighted sum.
+      **options: other arguments: those of `gossip`, but for `method` and `carriers`.
 
     All workers must start from one model.
 
@@ -327,7 +336,7 @@ def low_precision_decentralized(
       Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", arXiv:1803.06443, 2018.
     """
     method = d_lp_s(compressor, interval=interval, replicas=replicas)
-    return _gossip(inner, ring(workers), method, hierarchical, axis)
+    return _gossip(inner, ring(workers), method, hierarchical, axis, **options)
 
 
 @takes_options_of(local_steps, fixed=["overlap_correction"])
@@ -380,10 +389,14 @@ def async_model_average(
 
 
 def _average_gradients(
-    reducer: Reducer, optimizer: optax.GradientTransformation, hierarchical: bool, axis: AxisNames
+    reducer: Reducer,
+    optimizer: optax.GradientTransformation,
+    hierarchical: bool,
+    axis: AxisNames,
+    options: dict[str, Any],
 ) -> optax.GradientTransformationExtraArgs:
     _check_levels(hierarchical, axis)
-    return with_extra_args(optax.chain(all_reduce(reducer, axis=axis), optimizer))
+    return with_extra_args(optax.chain(all_reduce(reducer, axis=axis, **options), optimizer))
 
 
 def _check_levels(hierarchical: bool, axis: AxisNames) -> None:
@@ -392,14 +405,19 @@ def _check_levels(hierarchical: bool, axis: AxisNames) -> None:
 
 
 def _gossip(
-    inner: optax.GradientTransformation, graph: Topology, method: Method, hierarchical: bool, axis: AxisNames
+    inner: optax.GradientTransformation,
+    graph: Topology,
+    method: Method,
+    hierarchical: bool,
+    axis: AxisNames,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Gossip among all workers, or among nodes whose workers have one model."""
     if not hierarchical:
-        return gossip(inner, graph, method=method, axis=axis)
+        return gossip(inner, graph, method=method, axis=axis, **options)
     slow, fast = _levels(axis)
     # All workers of a node take the same step: they keep one model, of which each sends a part.
-    across = gossip(inner, graph, method=method, axis=slow, carriers=fast)
+    across = gossip(inner, graph, method=method, axis=slow, carriers=fast, **options)
     return optax.GradientTransformationExtraArgs(across.init, partial(_update_node, across, fast))
 
 

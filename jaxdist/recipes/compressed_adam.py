@@ -1,9 +1,12 @@
 """Adam on each worker before a compressed mean."""
 
+from typing import Any
+
 import jax
 import optax
 
 from .._core.dtypes import widen
+from .._core.options import takes_options_of
 from .._core.types import AxisNames
 from ..optimizers.frozen_adam import check_adam
 from ..reducers.reducer import Reducer
@@ -12,6 +15,7 @@ from ..transforms.common import LearningRate, zeros_like
 from ..transforms.per_worker import per_worker
 
 
+@takes_options_of(all_reduce)
 def compressed_adam(
     learning_rate: LearningRate,
     reducer: Reducer,
@@ -21,6 +25,7 @@ def compressed_adam(
     eps: float | int = 1e-8,
     weight_decay: float | int = 0.0,
     axis: AxisNames = "data",
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam of each worker's own gradients, whose updates are then averaged by a compressing reducer.
 
@@ -45,6 +50,7 @@ def compressed_adam(
       b2: `β₂`.
       eps: `ε`.
       weight_decay: `λ`, decoupled and not compressed, as in AdamW.
+      **options: other arguments: those of `all_reduce`.
 
     Raises:
       ValueError: a moment's decay or a weight decay outside of its range, and whatever `all_reduce` refuses.
@@ -64,7 +70,7 @@ def compressed_adam(
     check_adam(b1, b2, eps, weight_decay)
     return optax.chain(
         per_worker(_in_working_dtype(optax.scale_by_adam(b1=b1, b2=b2, eps=eps)), axis=axis),
-        all_reduce(reducer, axis=axis),
+        all_reduce(reducer, axis=axis, **options),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )

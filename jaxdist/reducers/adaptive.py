@@ -1,7 +1,6 @@
 """The reducer whose quantization levels are fitted to the gradients, which ALQ and AMQ configure."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -42,6 +41,39 @@ class LevelPlan(NamedTuple):
     due: Callable[[Array], Array]
     seed: int
 
+    def init(self, like: PyTree[Like]) -> AdaptiveState:
+        """Starts with the first levels."""
+        # A copy of its own for each state, which may be donated.
+        return AdaptiveState(init_draws(self.seed), jnp.array(self.first))
+
+    def messages(self, updates: Updates, state: AdaptiveState, comm: Comm, extras: Extras) -> Protocol:
+        """Encodes all leaves as one vector, with levels that are fitted before if that is due."""
+        leaves, tree = jax.tree.flatten(updates)
+        if not leaves:
+            return Reduced(updates, updates), state
+        wide = [leaf.astype(jnp.float32) for leaf in leaves]
+        flat = concatenate(wide)
+        levels = state.levels
+        if flat.size:
+            due = self.due(state.codes.count)
+            levels = comms.cond(due, self._fit_to_workers, lambda comm, flat, levels: levels, comm, flat, levels)
+        reducer = compressed(self.code(levels), seed=self.seed)
+        reduced, codes = yield from as_generator(reducer, flat, state.codes, comm, extras)
+        mean, own = (cast_like(tree.unflatten(from_vectors([part], wide)), updates) for part in reduced)
+        return Reduced(mean, own), AdaptiveState(codes, levels)
+
+    def _fit_to_workers(self, comm: Comm, flat: Array, levels: Array) -> Array:
+        """Fits the levels to the gradients of all workers; the old ones stay where that fails."""
+        # In a unit that all workers share: squares of the norms neither overflow nor vanish, and the fit is the same.
+        _, inverse = powers_below(comm.max(largest_magnitude(flat[None])))
+        # F is the mean of the workers' distributions, so all of them fit the same levels, bit for bit.
+        statistics = comm.mean(self.statistics(flat * inverse[0]))
+        new = self.fit(statistics)
+        # A histogram, or a row of sums for each normal distribution with its weight first. Zeros have no distribution.
+        weights = statistics if statistics.ndim == 1 else statistics[:, 0]
+        usable = jnp.isfinite(statistics).all() & (jnp.sum(weights) > 0) & (jnp.diff(new) > 0).all()
+        return jnp.where(usable, new, levels)
+
 
 def check_adaptive(bits: int, bucket: int, norm: str, norm_power: int, block: int) -> None:
     """Checks the arguments that `alq` and `amq` share."""
@@ -67,38 +99,4 @@ def adaptive(plan: LevelPlan, forms: Forms | None = None) -> Reducer:
     if forms is None:
         # Inside error feedback buckets are shrunk by their error with the current levels.
         forms = Forms(contraction=adaptive(plan._replace(code=lambda levels: scaled(plan.code(levels))), Forms()))
-    return from_generator(plan.name, partial(_init, plan), partial(_messages, plan), forms=forms)
-
-
-def _init(plan: LevelPlan, like: PyTree[Like]) -> AdaptiveState:
-    # A copy of its own for each state, which may be donated.
-    return AdaptiveState(init_draws(plan.seed), jnp.array(plan.first))
-
-
-def _messages(plan: LevelPlan, updates: Updates, state: AdaptiveState, comm: Comm, extras: Extras) -> Protocol:
-    leaves, tree = jax.tree.flatten(updates)
-    if not leaves:
-        return Reduced(updates, updates), state
-    wide = [leaf.astype(jnp.float32) for leaf in leaves]
-    flat = concatenate(wide)
-    levels = state.levels
-    if flat.size:
-        due = plan.due(state.codes.count)
-        levels = comms.cond(due, partial(_fit, plan), lambda comm, flat, levels: levels, comm, flat, levels)
-    reducer = compressed(plan.code(levels), seed=plan.seed)
-    reduced, codes = yield from as_generator(reducer, flat, state.codes, comm, extras)
-    mean, own = (cast_like(tree.unflatten(from_vectors([part], wide)), updates) for part in reduced)
-    return Reduced(mean, own), AdaptiveState(codes, levels)
-
-
-def _fit(plan: LevelPlan, comm: Comm, flat: Array, levels: Array) -> Array:
-    """Fits the levels to the gradients of all workers; the old ones stay where that fails."""
-    # In a unit that all workers share: squares of the norms neither overflow nor vanish, and the fit is the same.
-    _, inverse = powers_below(comm.max(largest_magnitude(flat[None])))
-    # F is the mean of the workers' distributions, so all of them fit the same levels, bit for bit.
-    statistics = comm.mean(plan.statistics(flat * inverse[0]))
-    new = plan.fit(statistics)
-    # A histogram, or a row of sums for each normal distribution with its weight first. Zeros have no distribution.
-    weights = statistics if statistics.ndim == 1 else statistics[:, 0]
-    usable = jnp.isfinite(statistics).all() & (jnp.sum(weights) > 0) & (jnp.diff(new) > 0).all()
-    return jnp.where(usable, new, levels)
+    return from_generator(plan.name, plan.init, plan.messages, forms=forms)

@@ -314,7 +314,6 @@ def assert_codec_laws(
     *,
     shapes: Sequence[Shape] = CODEC_SHAPES,
     dtypes: Sequence[DTypeLike] = DTYPES,
-    key: PRNGKeyArray | None = None,
 ) -> None:
     """Asserts that the codec of a compressor keeps its promises.
 
@@ -330,7 +329,6 @@ def assert_codec_laws(
       compressor: the compressor under test, whose `codec` is not `None`.
       shapes: input shapes; keep an empty one and a scalar among them.
       dtypes: input dtypes.
-      key: of the inputs and of the compressor.
 
     Examples:
       >>> from jaxdist.compressors import qsgd
@@ -339,7 +337,7 @@ def assert_codec_laws(
     codec = compressor.codec
     if codec is None:
         raise AssertionError(f"law 'a codec' broken: {compressor} has none")
-    key = jax.random.key(0) if key is None else key
+    key = jax.random.key(0)
     largest = max(shapes, key=math.prod)
     likes = [jax.ShapeDtypeStruct(shape, dtypes[0]) for shape in shapes]
     for like in [*likes, *(jax.ShapeDtypeStruct(largest, dtype) for dtype in dtypes[1:])]:

@@ -16,8 +16,8 @@ from .base import Topology, check_workers, cycle_rounds, from_edges, from_matrix
 def ring(workers: int, *, directed: bool = False) -> Topology:
     """Each worker averages with the two next to it: `1/3` each; with `directed` it sends to the next: `1/2` each.
 
-    *Sent* in a step: 2 models (1 with `directed`, and with two workers), whatever `W`. It mixes slowly: the spectral
-    gap falls as `1/W²`, .2 for 8 workers and .05 for 16.
+    *On the wire* in a step: 2 models (1 with `directed`, and with two workers), whatever `W`. It mixes slowly: the
+    spectral gap falls as `1/W²`, .2 for 8 workers and .05 for 16.
 
     A directed ring has no symmetric matrix: not for `d2` and compressed methods. `λ_min` is `-1/3` for an even number
     of workers.
@@ -35,7 +35,7 @@ def ring(workers: int, *, directed: bool = False) -> Topology:
 def torus(workers: int, *, shape: Sequence[int] | None = None) -> Topology:
     """A grid whose borders are joined: each worker averages with the next ones along each dimension.
 
-    *Sent* in a step: 2 models for each dimension (1 where it has two workers), 4 in the plane.
+    *On the wire* in a step: 2 models for each dimension (1 where it has two workers), 4 in the plane.
 
     Args:
       workers: their number `W`.
@@ -68,7 +68,7 @@ def torus(workers: int, *, shape: Sequence[int] | None = None) -> Topology:
 def hypercube(workers: int) -> Topology:
     """Each worker averages with those whose number differs in one bit: `log2 W` neighbors.
 
-    *Sent* in a step: `log2 W` models. `W` must be a power of two; `ρ = (d-1)/(d+1)` for `d = log2 W`.
+    *On the wire* in a step: `log2 W` models. `W` must be a power of two; `ρ = (d-1)/(d+1)` for `d = log2 W`.
 
     Examples:
       >>> from jaxdist import topology
@@ -92,7 +92,8 @@ def hypercube(workers: int) -> Topology:
 def complete(workers: int) -> Topology:
     """Each worker averages with all others: one step is the mean. `gossip` then runs a single all-reduce.
 
-    *Sent* in a step: `2(W-1)/W` models by an all-reduce; `W-1` where each neighbor gets a separate message. `ρ = 0`.
+    *On the wire* in a step: `2(W-1)/W` models by an all-reduce; `W-1` where each neighbor gets a separate message.
+    `ρ = 0`.
 
     Examples:
       >>> from jaxdist import topology
@@ -107,8 +108,8 @@ def complete(workers: int) -> Topology:
 def exponential(workers: int) -> Topology:
     """Each worker sends to those 1, 2, 4, 8, ... places ahead.
 
-    *Sent* in a step: `ceil(log2 W)` models. It mixes as well as a hypercube, for any number of workers; its matrix is
-    doubly stochastic but not symmetric: not for `d2` and compressed methods.
+    *On the wire* in a step: `ceil(log2 W)` models. It mixes as well as a hypercube, for any number of workers; its
+    matrix is doubly stochastic but not symmetric: not for `d2` and compressed methods.
 
     Examples:
       >>> from jaxdist import topology
@@ -126,8 +127,8 @@ def exponential(workers: int) -> Topology:
 def star(workers: int) -> Topology:
     """Worker 0 averages with all others, and each of them only with worker 0 (Metropolis weights).
 
-    *Sent* in a step: `W-1` models by worker 0, one after the other, and one by each other worker: a tree of smaller
-    degree is nearly always better. `ρ = 1 - 1/W`.
+    *On the wire* in a step: `W-1` models by worker 0, one after the other, and one by each other worker: a tree of
+    smaller degree is nearly always better. `ρ = 1 - 1/W`.
 
     Examples:
       >>> from jaxdist import topology
@@ -141,8 +142,8 @@ def star(workers: int) -> Topology:
 def path(workers: int) -> Topology:
     """A ring with one link left out (Metropolis weights): the tree of smallest degree, for `relay_sgd`.
 
-    *Sent* in a step: 2 models, 1 at the ends. For gossip it is the slowest connected graph; for relaying the delay
-    between two workers is their distance, up to `W-1` steps.
+    *On the wire* in a step: 2 models, 1 at the ends. For gossip it is the slowest connected graph; for relaying the
+    delay between two workers is their distance, up to `W-1` steps.
 
     Examples:
       >>> from jaxdist import topology
@@ -156,7 +157,7 @@ def path(workers: int) -> Topology:
 def binary_tree(workers: int) -> Topology:
     """Worker `i` averages with `2i+1`, `2i+2` and its parent (Metropolis weights): for `relay_sgd`.
 
-    *Sent* in a step: up to 3 models. For relaying the delay between two workers is at most `2 log2 W` steps.
+    *On the wire* in a step: up to 3 models. For relaying the delay between two workers is at most `2 log2 W` steps.
 
     Examples:
       >>> from jaxdist import topology
@@ -167,7 +168,7 @@ def binary_tree(workers: int) -> Topology:
     return from_edges(workers, [((i - 1) // 2, i) for i in range(1, workers)], name="binary tree")
 
 
-def digraph(workers: int, arcs: Sequence[tuple[int, int]], *, name: str = "digraph") -> Topology:
+def digraph(workers: int, arcs: Sequence[tuple[int, int]]) -> Topology:
     """Any directed graph; each worker divides its model into equal shares for itself and its destinations.
 
     The matrix is column-stochastic, so the mean of all models is kept; `sgp` weighs the models that arrive, and is the
@@ -191,7 +192,7 @@ def digraph(workers: int, arcs: Sequence[tuple[int, int]], *, name: str = "digra
                 f"{(source, destination)}"
             )
         weights[destination, source] = 1
-    return from_matrix(weights / weights.sum(0, keepdims=True), name=name)
+    return from_matrix(weights / weights.sum(0, keepdims=True), name="digraph")
 
 
 def shift(workers: int, step: int) -> list[int]:

@@ -28,8 +28,8 @@ def matcha(base: Topology, *, budget: float | int = 0.5, rounds: int = 32, seed:
         W = I - α Σ_j B_j L_j;   p maximizes λ_2(Σ_j p_j L_j) with Σ_j p_j <= budget · M;
         α minimizes ‖E[W'W] - J‖, E[W'W] = I - 2α L + α² (L² + 2 Σ_j p_j (1 - p_j) L_j), L = Σ_j p_j L_j
 
-    *Sent* in a step: `budget · M` models on average. The draws are made here and are the same on all workers; in some
-    steps none sends.
+    *On the wire* in a step: `budget · M` models on average. The draws are made here and are the same on all workers; in
+    some steps none sends.
 
     Args:
       base: a static, undirected, connected graph; its weights do not matter.

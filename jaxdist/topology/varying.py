@@ -24,9 +24,9 @@ _DRAWS = 100  # of a changing graph: an edge with a low probability may be in no
 def one_peer_exponential(workers: int) -> Topology:
     """In step `t` every worker sends to the one `2^(t mod d)` places ahead, `d = ceil(log2 W)`, and averages.
 
-    *Sent* in a step: one model. If `W` is a power of two, all models are equal to their mean, exactly, after `d` steps;
-    for other numbers the consensus error shrinks by some factor in `d` steps (.22 for 6 workers, .21 for 12). Directed
-    and doubly stochastic.
+    *On the wire* in a step: one model. If `W` is a power of two, all models are equal to their mean, exactly, after `d`
+    steps; for other numbers the consensus error shrinks by some factor in `d` steps (.22 for 6 workers, .21 for 12).
+    Directed and doubly stochastic.
 
     Examples:
       >>> from jaxdist import topology
@@ -44,8 +44,8 @@ def one_peer_exponential(workers: int) -> Topology:
 def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topology:
     """In each step the workers average in pairs, drawn at random (Boyd et al., "Randomized gossip algorithms", 2006).
 
-    *Sent* in a step: one model. The expected square of the consensus error shrinks by `½(1 - 1/(W-1))`, or by a little
-    less with an odd number of workers, of which one is left out.
+    *On the wire* in a step: one model. The expected square of the consensus error shrinks by `½(1 - 1/(W-1))`, or by a
+    little less with an odd number of workers, of which one is left out.
 
     After `rounds` matchings they repeat; a compiled program contains each once. They are drawn again if some workers
     never communicate, not even through others.
@@ -85,8 +85,8 @@ def _draw_matchings(workers: int, rounds: int, rng: np.random.Generator) -> Topo
 def relabeled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: bool = False) -> Topology:
     """A ring whose workers change places in every step.
 
-    *Sent* in a step: two models, as in a ring. It mixes as a graph with far more neighbors: the consensus error shrinks
-    by .49 in each step for 8 workers, .54 for 16 and .56 for 32; for the fixed ring by .80, .95 and .99.
+    *On the wire* in a step: two models, as in a ring. It mixes as a graph with far more neighbors: the consensus error
+    shrinks by .49 in each step for 8 workers, .54 for 16 and .56 for 32; for the fixed ring by .80, .95 and .99.
 
     Args:
       workers: their number `W`.
@@ -129,7 +129,7 @@ def shift_one(workers: int) -> Topology:
 
     In step `s` worker `r < W/2` averages with `W/2 + (s + r) mod W/2`.
 
-    *Sent* in a step: one model. `W` must be even, or 1; there are `W/2` rounds, symmetric.
+    *On the wire* in a step: one model. `W` must be even, or 1; there are `W/2` rounds, symmetric.
 
     Examples:
       >>> from jaxdist import topology

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +65,7 @@ def init_buckets(form: Reducer, params: Updates, buckets: Sequence[Sequence[int]
     return tuple(fold_keys(form.init(select_leaves(params, members)), i) for i, members in enumerate(buckets))
 
 
-def mean_pieces(
+def reduce_buckets(
     form: Reducer, updates: Updates, state: State, buckets: Sequence[Sequence[int]], comm: Comm, extras: Extras
 ) -> tuple[Updates, State]:
     """Returns this worker's shard of the mean of each leaf; the collectives of one bucket run after another's."""
@@ -143,9 +142,71 @@ def identity_codec() -> StateCodec:
 def compressing_codec(compressor: Compressor) -> StateCodec:
     """Keeps the payloads of large sharded arrays; each worker encodes its own shard, which no block straddles."""
     _check_compressor(compressor)
-    return StateCodec(
-        partial(_init_state, compressor), partial(_decode_state, compressor), partial(_encode_state, compressor)
-    )
+    codec = _CompressingCodec(compressor)
+    return StateCodec(codec.init, codec.decode, codec.encode)
+
+
+class _CompressingCodec(NamedTuple):
+    """The functions of `compressing_codec`."""
+
+    compressor: Compressor
+
+    def init(self, state: State) -> CompactState:
+        """Encodes the large sharded arrays of a state as written; payloads are sharded as the arrays were."""
+
+        def encode_leaf(x: Any) -> Any:
+            if not (isinstance(x, Sharded) and worth_coding(x.value)):
+                return x
+            # Padded to whole blocks, so that the number of words is a multiple of the number of blocks.
+            flat = jnp.ravel(x.value)
+            flat = jnp.pad(flat, (0, -flat.size % MULTIPLE))
+            payload = self.compressor.compress(flat, jax.random.key(0))
+            # Words are cut where the entries are: as many words per shard as `MULTIPLE` entries have.
+            sharded = jax.tree.map(lambda words: Sharded(words, multiple=words.size * MULTIPLE // flat.size), payload)
+            return Coded(sharded, shape=x.shape, dtype=x.value.dtype)
+
+        return CompactState(jax.tree.map(encode_leaf, state, is_leaf=is_mark), jnp.zeros((), jnp.int32))
+
+    def decode(self, kept: CompactState) -> State:
+        """The state that this worker would have if it had not been encoded."""
+
+        def decode_leaf(x: Any) -> Any:
+            if not is_coded(x):
+                return x
+            # `multiple` is the number of words per block of `MULTIPLE` entries.
+            first = jax.tree.leaves(x.payload, is_leaf=is_mark)[0]
+            like = jax.ShapeDtypeStruct((first.value.size // first.multiple * MULTIPLE,), x.dtype)
+            # A single worker without an axis has additional padding.
+            blocks = like.shape[0] // MULTIPLE
+            payload = jax.tree.map(lambda words: words.value[: blocks * words.multiple], x.payload, is_leaf=is_mark)
+            return Sharded(self.compressor.decompress(payload, like), shape=x.shape, axis=first.axis, multiple=MULTIPLE)
+
+        return jax.tree.map(decode_leaf, kept.inner, is_leaf=is_coded)
+
+    def encode(self, new: State, kept: CompactState, some: Flag, comm: Comm) -> CompactState:
+        """Encodes the new state's shards where the old one's are encoded; bit for bit the old ones without examples."""
+        count = next_count(kept.count)
+        # Workers draw independently for their shards.
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), count), comm.index)
+        leaves, structure = jax.tree.flatten(kept.inner, is_leaf=is_coded)
+
+        def encode_leaf(number: int, before: Any, after: Any) -> Any:
+            if not is_coded(before):
+                return after
+            # `on_parts` has set its padding to zero; other values would affect the scale of the last block.
+            payload = self.compressor.compress(after.value, jax.random.fold_in(key, number))
+            # Encoding again is not the identity, so the old words themselves are kept.
+            chosen = jax.tree.map(
+                lambda old, words: with_value(old, jnp.where(some, words, old.value[: words.size])),
+                before.payload,
+                payload,
+                is_leaf=is_mark,
+            )
+            return Coded(chosen, shape=before.shape, dtype=before.dtype)
+
+        marked = structure.flatten_up_to(new)
+        encoded = [encode_leaf(i, *pair) for i, pair in enumerate(zip(leaves, marked, strict=True))]
+        return CompactState(structure.unflatten(encoded), count)
 
 
 def _check_compressor(compressor: Compressor) -> None:
@@ -185,63 +246,3 @@ def _can_be_cut(compressor: Compressor, one: PyTree, many: PyTree) -> bool:
 def _payload_of(compressor: Compressor, size: int) -> PyTree:
     like = jax.ShapeDtypeStruct((size,), jnp.float32)
     return jax.eval_shape(compressor.compress, like, jax.eval_shape(lambda: jax.random.key(0)))
-
-
-def _init_state(compressor: Compressor, state: State) -> CompactState:
-    """Encodes the large sharded arrays of a state as written; payloads are sharded as the arrays were."""
-
-    def encode_leaf(x: Any) -> Any:
-        if not (isinstance(x, Sharded) and worth_coding(x.value)):
-            return x
-        # Padded to whole blocks, so that the number of words is a multiple of the number of blocks.
-        flat = jnp.ravel(x.value)
-        flat = jnp.pad(flat, (0, -flat.size % MULTIPLE))
-        payload = compressor.compress(flat, jax.random.key(0))
-        # Words are cut where the entries are: as many words per shard as `MULTIPLE` entries have.
-        sharded = jax.tree.map(lambda words: Sharded(words, multiple=words.size * MULTIPLE // flat.size), payload)
-        return Coded(sharded, shape=x.shape, dtype=x.value.dtype)
-
-    return CompactState(jax.tree.map(encode_leaf, state, is_leaf=is_mark), jnp.zeros((), jnp.int32))
-
-
-def _decode_state(compressor: Compressor, kept: CompactState) -> State:
-    """The state that this worker would have if it had not been encoded."""
-
-    def decode_leaf(x: Any) -> Any:
-        if not is_coded(x):
-            return x
-        # `multiple` is the number of words per block of `MULTIPLE` entries.
-        first = jax.tree.leaves(x.payload, is_leaf=is_mark)[0]
-        like = jax.ShapeDtypeStruct((first.value.size // first.multiple * MULTIPLE,), x.dtype)
-        # A single worker without an axis has additional padding.
-        blocks = like.shape[0] // MULTIPLE
-        payload = jax.tree.map(lambda words: words.value[: blocks * words.multiple], x.payload, is_leaf=is_mark)
-        return Sharded(compressor.decompress(payload, like), shape=x.shape, axis=first.axis, multiple=MULTIPLE)
-
-    return jax.tree.map(decode_leaf, kept.inner, is_leaf=is_coded)
-
-
-def _encode_state(compressor: Compressor, new: State, kept: CompactState, some: Flag, comm: Comm) -> CompactState:
-    """Encodes the new state's shards wherever the old one's are encoded; bit for bit the old ones without examples."""
-    count = next_count(kept.count)
-    # Workers draw independently for their shards.
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), count), comm.index)
-    leaves, structure = jax.tree.flatten(kept.inner, is_leaf=is_coded)
-
-    def encode_leaf(number: int, before: Any, after: Any) -> Any:
-        if not is_coded(before):
-            return after
-        # `on_parts` has set its padding to zero; other values would affect the scale of the last block.
-        payload = compressor.compress(after.value, jax.random.fold_in(key, number))
-        # Encoding again is not the identity, so the old words themselves are kept.
-        chosen = jax.tree.map(
-            lambda old, words: with_value(old, jnp.where(some, words, old.value[: words.size])),
-            before.payload,
-            payload,
-            is_leaf=is_mark,
-        )
-        return Coded(chosen, shape=before.shape, dtype=before.dtype)
-
-    marked = structure.flatten_up_to(new)
-    encoded = [encode_leaf(i, *pair) for i, pair in enumerate(zip(leaves, marked, strict=True))]
-    return CompactState(structure.unflatten(encoded), count)

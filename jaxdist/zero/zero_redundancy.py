@@ -34,7 +34,7 @@ from .shards import (
     compressing_codec,
     identity_codec,
     init_buckets,
-    mean_pieces,
+    reduce_buckets,
     shard_for_one_worker,
     unshard_for_one_worker,
 )
@@ -330,7 +330,7 @@ class _ReduceScatter(NamedTuple):
             weight, used = weight_of(weight, comm)
             updates = scale_leaves(updates, weight)
         # Without any example the mean is zero, and the reducer's state remains.
-        means, new = mean_pieces(self.form, updates, state, buckets_of(params, self.stage), comm, extras)
+        means, new = reduce_buckets(self.form, updates, state, buckets_of(params, self.stage), comm, extras)
         if isinstance(used, bool):
             return means, new, used
         if used.ndim and any(is_mark(x) for x in jax.tree.leaves(state, is_leaf=is_mark)):

@@ -153,7 +153,7 @@ def test_bfloat16_is_widened_on_cpu_and_reported(mesh):
     assert logical.ops[0].dtype == "bfloat16"
     assert real.wire_bytes == 2 * logical.wire_bytes == 1.5 * 256
     assert analysis.upcast_collectives(logical, real) == (
-        analysis.Widened("all-reduce", 1.5 * 128, 1.5 * 256, ("bfloat16",), ("float32",)),
+        analysis.WideSum("all-reduce", 1.5 * 128, 1.5 * 256, ("bfloat16",), ("float32",)),
     )
     assert analysis.upcast_collectives(real, logical) == ()
 

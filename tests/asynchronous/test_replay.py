@@ -178,6 +178,12 @@ def test_rennala_gathers_at_one_model(batch, steps):
     assert replay.delays(run.trace).max() == 0
 
 
+def test_rennala_with_stops_wastes_no_message():
+    run = replay.run(rules.rennala(3, SGD, stop=True), seconds=1000, **taus(1, 1, 1, 10))
+    assert run.trace.gradients.accepted.all()  # the slow worker is stopped at every step
+    assert len(run.trace.steps) == 1000
+
+
 @pytest.mark.parametrize("seconds", [(1, 2, 4), (1, 1, 1, 1, 10)])
 def test_ringleader_steps_n_times_a_round(seconds):
     n = len(seconds)

@@ -2,6 +2,7 @@
 
 import inspect
 
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -21,6 +22,9 @@ RECIPES = {
     "bytegrad": lambda **options: jd.recipes.bagua.bytegrad(SGD, **options),
     "qadam": lambda **options: jd.recipes.bagua.qadam(1e-3, **options),
     "ddp": lambda **options: jd.recipes.ddp(**options),
+    "gradient_allreduce": lambda **options: jd.recipes.bagua.gradient_allreduce(SGD, **options),
+    "compressed_adam": lambda **options: jd.recipes.compressed_adam(1e-3, jd.exact(), **options),
+    "low_precision_decentralized": lambda **options: jd.recipes.bagua.low_precision_decentralized(SGD, 4, **options),
 }
 
 
@@ -36,6 +40,20 @@ def test_options_reach_local_steps(name):
     assert isinstance(recipe(axis="pod"), optax.GradientTransformationExtraArgs)
     with pytest.raises(ValueError, match="offset must be less than sync_period"):
         recipe(offset=1000)
+
+
+@pytest.mark.parametrize("name", ["ddp", "bytegrad", "gradient_allreduce", "compressed_adam"])
+def test_options_reach_all_reduce(name):
+    assert isinstance(RECIPES[name](axis="pod", delay=1), optax.GradientTransformationExtraArgs)
+    with pytest.raises(ValueError, match="delay must be 0 or 1, got 2"):
+        RECIPES[name](delay=2)
+
+
+def test_options_reach_gossip():
+    def key(seed):
+        return RECIPES["low_precision_decentralized"](seed=seed).init(jnp.zeros(3)).key
+
+    assert key(0) == key(0) != key(1)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import pytest
 
 import jaxdist as jd
 from jaxdist import offload
-from jaxdist.offload.layers import step
-from jaxdist.offload.layers.step import Step
 from jaxdist.offload.nvme import files
+from jaxdist.offload.nvme_layers import step
+from jaxdist.offload.nvme_layers.step import Step
 
 WIDTH = 12
 ONE_CHUNK = 3 * 4096 * 4  # 4096 entries of Adam's state in float32, with the parameters
@@ -156,8 +156,8 @@ def test_workers_average_each_layer(tmp_path):
         run.step({"x": np.zeros((3, 5), np.float32), "y": np.zeros((3, 3), np.float32)})
     run.close()
 
-    cfg = step.Config(STACK, jd.exact(), mesh, "data")
-    layer_grads = cfg.build_programs().layer_grads
+    config = step.StepConfig(STACK, jd.exact(), mesh, "data")
+    layer_grads = config.build_programs().layer_grads
     x = jnp.ones((8, WIDTH))
     ops = jd.analysis.collectives(layer_grads.lower(params["layers"][0], x, x).compile()).ops
     assert [op.kind for op in ops] == ["all-reduce"]

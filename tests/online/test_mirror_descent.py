@@ -107,12 +107,13 @@ def test_an_exact_mean_is_a_step_along_the_pooled_batch():
     np.testing.assert_allclose(dual, found, atol=1e-6)
 
 
-def test_equal_batches_make_both_weights_equal():
+@pytest.mark.parametrize("make", [mirror_descent, anytime_minibatch])
+def test_equal_batches_make_both_weights_equal(make):
     targets, _ = drawn(5)
     counts = np.full((5, 4), 7)
     ring = topology.ring(4)
     by_batch, uniform = (
-        run(mirror_descent(euclidean(), 0.2, topology=ring, weights=weights), jnp.zeros(6), targets, counts)
+        run(make(euclidean(), 0.2, topology=ring, weights=weights), jnp.zeros(6), targets, counts)
         for weights in ("batch", "uniform")
     )
     np.testing.assert_allclose(by_batch, uniform, atol=1e-6)

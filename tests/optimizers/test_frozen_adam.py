@@ -53,6 +53,15 @@ def test_the_warm_up_of_qadam_is_adam():
     assert_close(states[5].variance, states[4].variance, 0)
 
 
+def test_one_bit_adam_decays_weights_beside_its_steps():
+    x = jnp.array([2.0, -4.0])
+    plain, decayed = (
+        tx.update(jnp.ones(2), tx.init(x), x)[0]
+        for tx in (jd.optimizers.one_bit_adam(0.1, freeze_step=3, weight_decay=d, axis=None) for d in (0.0, 0.5))
+    )
+    np.testing.assert_allclose(decayed, plain - 0.1 * 0.5 * x, rtol=1e-6)
+
+
 def test_steps_do_not_grow_after_the_warm_up():
     """With a constant gradient every step is as long as the learning rate."""
     tx = jd.optimizers.qadam(0.1, warmup_steps=3, reducer=jd.exact(), axis=None)

@@ -269,6 +269,14 @@ def test_what_is_raised_ends_the_process(ended):
     assert '"done": true' in texts[0]
 
 
+def test_a_first_call_that_exceeds_its_own_limit_ends(ended):
+    """Ten minutes by default, which a large model may need and a small one may not want."""
+    with jd.processes.watchdog(0.1, first_timeout_seconds=0.5) as watch:
+        watch(ended[1].wait, SOON)
+    assert isinstance(ended[0][0], jd.processes.StepTimeoutError)
+    assert "timed out after 0.5 s" in str(ended[0][0])
+
+
 def test_a_state_with_keys_is_watched_to_its_end(ended):
     found, _ = ended
     step = jax.jit(lambda state: ({**state, "w": state["w"] + 1}, state["key"]))
@@ -301,7 +309,7 @@ def test_alone():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_alone(monkeypatch, number):
     # Whoever was asked before in this process may since have lost the signals to another library.
-    monkeypatch.setattr(sys.modules["jaxdist.processes.initialize"], "_received", None)
+    monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", None)
     before = {one: signal.signal(one, signal.SIG_DFL) for one in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         assert not jd.processes.preemption_requested(0)
@@ -313,7 +321,7 @@ def test_a_signal_alone(monkeypatch, number):
 
 
 def test_a_handler_of_the_script_keeps_its_warning(monkeypatch):
-    monkeypatch.setattr(sys.modules["jaxdist.processes.initialize"], "_received", threading.Event())
+    monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", threading.Event())
     heard = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:

@@ -19,6 +19,7 @@ from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from ...asynchronous import replay
+from ...asynchronous.replay.base import TICKS
 from ..figures import GREY, color_of, describe, in_bytes, label, new_figure, new_table, open_axes, print_table, write
 from ..models.base import Workload
 from ..models.digits import Digits, equal_parts, splits
@@ -153,7 +154,7 @@ def _simulate(name: str, clock: replay.Simulator, seconds: float, console: Conso
         bar = progress.add_task(name, total=EVALUATIONS, now="")
         for piece in range(1, EVALUATIONS + 1):
             state = clock.advance(state, seconds=seconds * piece / EVALUATIONS)
-            now = f"{state.tick / clock.config.ticks_per_second:.0f} s, {len(state.steps) // 3:,} steps"
+            now = f"{state.tick / TICKS:.0f} s, {len(state.steps) // 3:,} steps"
             now += f", loss {state.losses[-1]:.3f}" if len(state.losses) else ""
             progress.update(bar, completed=piece, now=now)
     return clock.result(state)

@@ -1,1 +1,1 @@
-"""Training runs: the step of one worker, the loop, offloading, and suites of runs."""
+"""Training runs of the command line and of the benchmarks."""

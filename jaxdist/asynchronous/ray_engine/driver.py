@@ -13,7 +13,7 @@ from ..._core.types import Number
 from ..errors import ActorLostError, StalledError
 from ..portable import read
 from ..protocol import RECOVERED, SERVER, Rule
-from ..replay.base import FAULT, Result, Task, trace_of
+from ..replay.base import FAULT, TICKS, Result, Task, trace_of
 from ..values import mean_of
 from .actor import Actor, RunConfig
 from .role_runner import Records
@@ -23,8 +23,6 @@ from .state_store import ActorReport, Fault, PlaceStatus, StateStore
 POLL_SECONDS, SILENT_SECONDS = 0.1, 2.0
 # The start may take this many timeouts: processes import JAX and compile, on cores that they may share.
 START_FACTOR = 5.0
-# Ticks of the trace per second.
-TICKS = 10**9
 
 
 class RunOptions(NamedTuple):

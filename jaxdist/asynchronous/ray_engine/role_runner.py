@@ -1,4 +1,4 @@
-"""Runs one role of a rule on reliable, ordered links: its state, envelopes and records. No processes, clock or Ray."""
+"""Runs one role of a rule on reliable, ordered links, without processes, a clock or Ray."""
 
 from collections import deque
 from collections.abc import Callable

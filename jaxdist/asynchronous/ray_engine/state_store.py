@@ -1,4 +1,4 @@
-"""The state store of a run: the last state of every role runner, from which a new process continues, and the log."""
+"""The store of a run: the last state of every role runner, from which a new process continues."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -19,6 +19,8 @@ from ..values import Lazy, Spec, force, spec_of
 # The classes of events, in the order in which events of the same tick happen, and their names in a trace.
 FAULT, MESSAGE, DONE, COLLECTIVE, TIMER, EVALUATION = range(6)
 CLASSES = ("fault", "message", "computed", "collective", "timer", "evaluation")
+# Ticks per second of the clocks.
+TICKS = 10**9
 
 
 class Task(NamedTuple):
@@ -231,10 +233,10 @@ def time_to_target(result: Result, level: Number, *, persist: int = 1) -> float:
     return float(result.times[runs[0]]) if len(runs) else float("inf")
 
 
-def event_lines(trace: Trace, *, first: int = 0) -> Iterator[str]:
+def event_lines(trace: Trace) -> Iterator[str]:
     """Yields each event as a line of JSON: `{"tick", "event", "place", "from", "kind", "bytes"}`.
 
-    Lines have no line ends, and begin with the event of index `first`.
+    Lines have no line ends.
 
     Examples:
       >>> import optax
@@ -243,7 +245,7 @@ def event_lines(trace: Trace, *, first: int = 0) -> Iterator[str]:
       >>> next(replay.event_lines(run.trace))
       '{"tick": 1000000000, "event": "computed", "place": 0, "from": 0, "kind": "computed", "bytes": 0}'
     """
-    for tick, what, place, sender, word, nbytes in trace.events[first:].tolist():
+    for tick, what, place, sender, word, nbytes in trace.events.tolist():
         line = {"tick": tick, "event": CLASSES[what], "place": place, "from": sender}
         yield json.dumps(line | {"kind": trace.words[word], "bytes": nbytes})
 

@@ -28,7 +28,7 @@ from ..protocol import (
 )
 from ..protocol import TIMER as TIMER_KIND
 from ..values import force, mean_of, nbytes_of
-from .base import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER
+from .base import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TICKS, TIMER
 
 # Events that are no progress of the rule.
 _PASSIVE = (FAULT, EVALUATION)
@@ -114,7 +114,6 @@ class ReplayConfig(NamedTuple):
     durations: Durations
     links: Links
     seed: int
-    ticks_per_second: int
     evaluate_ticks: int
     events_per_tick: int
     record_events: bool
@@ -144,7 +143,7 @@ class Engine:
 
     def _ticks(self, seconds: float) -> int:
         # At most a time that no trace can hold, which is after every end.
-        return round(min(seconds * self.config.ticks_per_second, 2.0**63))
+        return round(min(seconds * TICKS, 2.0**63))
 
     # Actions of a role.
 
@@ -177,7 +176,7 @@ class Engine:
             self.streams[place] = stream(config.durations, config.seed, place, job)
         seconds, start = next(self.streams[place]), state.tick
         if config.durations.finish is not None:
-            now = start / config.ticks_per_second
+            now = start / TICKS
             seconds = config.durations.finish(place, now, seconds) - now
         # An infinite duration never ends, and has no event.
         end = -1
@@ -205,7 +204,7 @@ class Engine:
         n, nbytes = len(group), max(sizes.values())
         # The lead of the last member but one, which some collectives use; 0 in a group of one.
         joined = [tick for _, _, tick in parts.values()]
-        lead = (joined[-1] - joined[-2:][0]) / self.config.ticks_per_second
+        lead = (joined[-1] - joined[-2:][0]) / TICKS
         duration = self._ticks(self.config.links.collective(group, nbytes, action.op, lead))
         # Bytes that each member sends: in a gather its value to all others, in a mean those of a ring all-reduce.
         sent = 2 * (n - 1) * nbytes // n
@@ -265,7 +264,7 @@ class Engine:
         state.running[place] = None
         state.computed[place] += end - start
         self._record_event(DONE, place, place, COMPUTED)
-        gradient, seconds = self.config.gradient(params, place, job), (end - start) / self.config.ticks_per_second
+        gradient, seconds = self.config.gradient(params, place, job), (end - start) / TICKS
         self._deliver(place, place, Message(COMPUTED, gradient, version, job, seconds))
 
     def _on_collective(self, place: int, data: tuple) -> None:
@@ -380,7 +379,7 @@ class Engine:
                 return
         elif any(event[1] in _WORK for event in state.heap):
             return
-        raise DeadlockError(self._waiting_places(), state.tick / self.config.ticks_per_second, endless)
+        raise DeadlockError(self._waiting_places(), state.tick / TICKS, endless)
 
     def advance(self, until: int, is_complete: Callable[[ReplayState], bool] | None) -> None:
         """Processes events up to and including a tick, or until the run is complete."""
@@ -404,7 +403,7 @@ class Engine:
             state.tick = at = tick
             if count > limit:
                 raise TooManyEventsError(
-                    f"more than {limit} events at {tick / self.config.ticks_per_second:g} s: messages form a "
+                    f"more than {limit} events at {tick / TICKS:g} s: messages form a "
                     "zero-latency cycle; if they do not, raise events_per_tick"
                 )
             handlers[what](self, place, data)

@@ -20,7 +20,7 @@ from ..links import Links, instant
 from ..portable import flat, read, write
 from ..protocol import Rule
 from ..values import Spec, force, spec_of
-from .base import Result, Task, gradient_function, trace_of
+from .base import TICKS, Result, Task, gradient_function, trace_of
 from .engine import Engine, ReplayConfig, ReplayState, begin_replay, copy_state, count_live
 
 _FOREVER = 2**62
@@ -56,16 +56,15 @@ def simulator(
     seed: int = 0,
     evaluate_every: Number | None = None,
     timing_only: bool = False,
-    ticks_per_second: int = 10**9,
     events_per_tick: int | None = None,
     record_events: bool = True,
 ) -> Simulator:
     """Combines a rule, a task and a cluster into a simulator on a virtual clock (discrete events).
 
-    Time is measured in integer ticks, and events have a total order (tick, class, place, number), so that equal
-    arguments give equal traces, byte for byte. Durations and data are functions of `(seed, worker, job)`, with the
-    worker's own job count, and are thus the same under every rule. Gradients are real, and computed only when a rule
-    uses them.
+    Time is measured in integer ticks of a nanosecond, and events have a total order (tick, class, place, number), so
+    that equal arguments give equal traces, byte for byte. Durations and data are functions of `(seed, worker, job)`,
+    with the worker's own job count, and are thus the same under every rule. Gradients are real, and computed only when
+    a rule uses them.
 
     Args:
       rule: from `asynchronous.rules`, or your own.
@@ -77,7 +76,6 @@ def simulator(
       evaluate_every: virtual seconds between evaluations, starting at 0; None for none. Evaluations do not affect the
         run.
       timing_only: simulate shapes instead of arrays: the same events, bytes and steps, at about 10^5 events per second.
-      ticks_per_second: the resolution of time.
       events_per_tick: the largest number of events at one tick; default: 1000 per worker and server.
       record_events: record the list of all events.
 
@@ -101,12 +99,11 @@ def simulator(
             raise ValueError(f"{name} are for {size} workers, got workers={workers}: the numbers must be equal")
     if workers < durations.least:
         raise ValueError(f"durations {durations.name} name worker {durations.least - 1}, got workers={workers}")
-    check_range("ticks_per_second", ticks_per_second, 1, ends="[]")
     check_range("seed", seed, 0, ends="[]")
     if evaluate_every is not None and (task is None or task.evaluate is None):
         raise ValueError(f"evaluate_every={evaluate_every} needs a task with evaluate=")
-    if evaluate_every is not None and not round(evaluate_every * ticks_per_second) >= 1:
-        raise ValueError(f"evaluate_every must be at least a tick, 1/{ticks_per_second} s, got {evaluate_every}")
+    if evaluate_every is not None and not round(evaluate_every * TICKS) >= 1:
+        raise ValueError(f"evaluate_every must be at least a tick, 1/{TICKS} s, got {evaluate_every}")
     if task is not None:
         task = task._replace(params=jax.tree.map(_as_jax_stores, task.params))
     else:
@@ -121,8 +118,7 @@ def simulator(
         durations=durations,
         links=links,
         seed=seed,
-        ticks_per_second=ticks_per_second,
-        evaluate_ticks=round((evaluate_every or 0) * ticks_per_second),
+        evaluate_ticks=round((evaluate_every or 0) * TICKS),
         events_per_tick=events_per_tick or 1000 * (workers + 1),
         record_events=record_events,
     )
@@ -165,7 +161,7 @@ def _advance(
     # The caller may continue from the old state again.
     engine = Engine(config, copy_state(state))
     counts = steps is not None or gradients is not None or target is not None
-    until = _FOREVER if seconds is None or seconds == math.inf else round(seconds * config.ticks_per_second)
+    until = _FOREVER if seconds is None or seconds == math.inf else round(seconds * TICKS)
     engine.advance(until, is_complete if counts else None)
     return engine.state
 
@@ -210,8 +206,8 @@ def _result(config: ReplayConfig, state: ReplayState) -> Result:
     down = np.array(state.down) + [state.tick - since if since >= 0 else 0 for since in state.gone]
     return Result(
         trace=trace_of(state.events, state.gradients, state.steps, state.words),
-        seconds=state.tick / config.ticks_per_second,
-        times=np.array(state.times) / config.ticks_per_second,
+        seconds=state.tick / TICKS,
+        times=np.array(state.times) / TICKS,
         losses=np.array(state.losses),
         params=force(Engine(config, state).final_model()),
         computing=computed / now,
@@ -219,7 +215,7 @@ def _result(config: ReplayConfig, state: ReplayState) -> Result:
         sent=np.array(state.sent),
         received=np.array(state.received),
         links=dict(state.links),
-        ticks_per_second=config.ticks_per_second,
+        ticks_per_second=TICKS,
     )
 
 

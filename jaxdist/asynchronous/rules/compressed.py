@@ -48,10 +48,10 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
     `"gradient"` and `"params"` for all rules with a parameter server, and `"reduced"` for collectives, whose payloads
     are gathered and averaged after decoding. Integers, by which rules decide, are sent uncompressed.
 
-    On the wire: the payload of each leaf; its code, and 4 bytes for the length of that, if the compressor has a codec
+    *On the wire*: the payload of each leaf; its code, and 4 bytes for the length of that, if the compressor has a codec
     (`qsgd(4, code="entropy")`). A replay without numerics has no payloads to encode, and counts their static size.
 
-    State: with feedback, a residual for each receiver, of the size of a model, in float32 or wider.
+    *State*: with feedback, a residual for each receiver, of the size of a model, in float32 or wider.
 
     Args:
       rule: the method.

@@ -28,7 +28,7 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
     alone (clipping by the global norm, NovoGrad's norms). It is used between compiled steps, with mean gradients;
     updates run on the CPU. Results are bit for bit those of the optimizer for each leaf under `jax.jit`.
 
-    A step is committed as a whole: a killed process or a full disk leaves the last one intact.
+    A step is committed whole: a killed process or a full disk leaves the last one intact.
 
     *On disk*, for Adam in float32 and `n` parameters: `8n` bytes read and `8n` written per step, `12n` with
     `master_dtype=jnp.float32`; twice that is allocated. Nothing is sent.
@@ -36,8 +36,7 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
     *In host memory*: the chunks (`Store.host_bytes`), 2^18 entries of each array, and the new parameters (those of
     an accelerator only in passing).
 
-    Each process streams its own shards of parameters that are sharded over a mesh (`Sharded`, or by a sharding), and
-    all of the others. Gradients are moved to the sharding of the parameters.
+    Each process streams its own shards of parameters that are sharded over a mesh, and all of the others.
 
     Args:
       inner: the optimizer.

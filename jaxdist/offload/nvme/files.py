@@ -1,4 +1,4 @@
-"""A store on disk: its settings, its public functions and errors, and its files.
+"""A store on disk: a folder of files that hold a state, and the settings for their use.
 
 The files are two slots, each with chunks and a manifest: a step is never written over the committed one. A step reads
 slot `s` and writes slot `1 - s`; the manifest of a slot is removed before the first byte of it is overwritten, and

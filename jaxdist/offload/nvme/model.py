@@ -1,4 +1,4 @@
-"""The parameters and the state of an optimizer without their values, and how they are computed and read back."""
+"""What is on disk: the leaves of the parameters and of the optimizer's state, without their values."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -43,10 +43,10 @@ def any_batch(window: Number, optimizer: optax.GradientTransformation) -> Rule:
     weight: on data that differ between workers fast ones count more. A worker that failed contributes what it has as
     soon as it recovers.
 
-    On the wire: an all-reduce of the sum of gradients, in float32 or wider, and of their number, 4 bytes, per round,
+    *On the wire*: an all-reduce of the sum of gradients, in float32 or wider, and of their number, 4 bytes, per round,
     kind `"reduced"`.
 
-    State: replicated model and optimizer state, and a sum of gradients per worker.
+    *State*: replicated model and optimizer state, and a sum of gradients per worker.
 
     Args:
       window: T. Several times the duration of a gradient, or much work is discarded; `schedule.anytime_window` returns

@@ -23,10 +23,10 @@ def ata(batch: int, optimizer: optax.GradientTransformation, *, confidence: Numb
     so that a worker that might be fast is tried again, ever more rarely, and one that is certainly slow gets nothing.
     Nothing that is computed is thrown away: `rennala` is about as fast per step, and keeps all workers busy.
 
-    On the wire: an all-reduce of the sum of gradients and a gather of 8 bytes from each worker, per round, also from
+    *On the wire*: an all-reduce of the sum of gradients and a gather of 8 bytes from each worker, per round, also from
     workers without a microbatch; kind `"reduced"`.
 
-    State: replicated model, optimizer state, n durations and n counts; a sum of gradients per worker.
+    *State*: replicated model, optimizer state, n durations and n counts; a sum of gradients per worker.
 
     Args:
       batch: B, the microbatches of a step, at least 1.

@@ -24,9 +24,9 @@ def bsp(optimizer: optax.GradientTransformation) -> Rule:
     The method of `jd.distribute`, and the baseline of the other rules. A step takes the longest of n computations and
     one all-reduce.
 
-    On the wire: an all-reduce of the gradient per step.
+    *On the wire*: an all-reduce of the gradient per step.
 
-    State: replicated model and optimizer state.
+    *State*: replicated model and optimizer state.
 
     Examples:
       >>> import optax

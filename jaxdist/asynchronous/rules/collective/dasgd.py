@@ -12,7 +12,7 @@ def dasgd(optimizer: optax.GradientTransformation, *, sync_period: int, delay: i
     All workers merge the average of the snapshots `s_i` of local step t after local step t + d; faster workers wait.
     An average that takes no longer than d steps costs no time.
 
-    On the wire, and state: as `local_sgd`, and per worker the snapshot.
+    *On the wire* and *State*: as `local_sgd`, and per worker the snapshot.
 
     Args:
       optimizer: the local optimizer of each worker.

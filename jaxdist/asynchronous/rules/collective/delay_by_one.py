@@ -29,9 +29,9 @@ def delay_by_one(optimizer: optax.GradientTransformation) -> Rule:
     speed; it waits for the slowest worker as `bsp` does. Equivalent to `d_psgd` with `order="combine_then_adapt"` on
     the complete graph, with an all-reduce.
 
-    On the wire: an all-reduce of the model per iteration.
+    *On the wire*: an all-reduce of the model per iteration.
 
-    State: a worker's model and optimizer.
+    *State*: a worker's model and optimizer.
 
     Examples:
       >>> import optax

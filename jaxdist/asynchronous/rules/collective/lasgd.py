@@ -17,7 +17,7 @@ def lasgd(optimizer: optax.GradientTransformation, *, sync_period: int = 1, inte
     applied to the merged model. An all-reduce begins when the slowest worker joins, so that a straggler makes averages
     rare but slows no worker down. On data that differ between workers fast ones count more.
 
-    On the wire, and state: as `local_sgd`, and per worker the snapshot.
+    *On the wire* and *State*: as `local_sgd`, and per worker the snapshot.
 
     Args:
       optimizer: the local optimizer of each worker.

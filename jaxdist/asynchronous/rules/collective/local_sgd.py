@@ -23,9 +23,9 @@ def local_sgd(
     SGD: workers whose `H_i` are in proportion to their speeds finish together, and have equal weight in the average,
     however few steps they took.
 
-    On the wire: an all-reduce of the drift `a - x_i`, in float32, per round, kind `"reduced"`.
+    *On the wire*: an all-reduce of the drift `a - x_i`, in float32, per round, kind `"reduced"`.
 
-    State: each worker's model and optimizer; the global parameters a and the outer optimizer, replicated. The final
+    *State*: each worker's model and optimizer; the global parameters a and the outer optimizer, replicated. The final
     model is a; a step in the trace is an average.
 
     Args:

@@ -30,7 +30,7 @@ def palsgd(
     rounds can be longer. The gradient of a pull step is computed but not used, as in the paper's code. The counterpart
     of `jd.local_sgd.palsgd`, with the same random decisions for equal seeds and no warm-up.
 
-    On the wire, and state: as `local_sgd`.
+    *On the wire* and *State*: as `local_sgd`.
 
     Args:
       optimizer: the local optimizer of each worker; its whole update is scaled by `1 / (1 - p)`.

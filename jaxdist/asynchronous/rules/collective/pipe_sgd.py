@@ -34,9 +34,9 @@ def pipe_sgd(optimizer: optax.GradientTransformation, *, width: int = 2) -> Rule
     a larger W helps only if these times vary. All workers still wait for the slowest. The first W - 1 iterations apply
     no gradient.
 
-    On the wire: an all-reduce of the gradient per step, kind `"reduced"`.
+    *On the wire*: an all-reduce of the gradient per step, kind `"reduced"`.
 
-    State: replicated model and optimizer state, and up to W gradients per worker.
+    *State*: replicated model and optimizer state, and up to W gradients per worker.
 
     Args:
       optimizer: the optimizer of every worker. Momentum compounds the delay: lower it, or the rate.

@@ -30,10 +30,10 @@ def task_allocation(
     the all-reduce, and update the estimates `τ_i <- τ_i + (measured - τ_i) / min(t + 1, 8)`. `ata` allocates by
     measured speeds too, and leaves workers out.
 
-    On the wire: an all-reduce of the sum of gradients, in float32 or wider, per round, and unless `seconds` are given
+    *On the wire*: an all-reduce of the sum of gradients, in float32 or wider, per round, and unless `seconds` are given
     a gather of 8 bytes from each worker; kind `"reduced"`, of which `compressed` encodes the gradients only.
 
-    State: replicated model, optimizer state and n durations; a sum of gradients per worker.
+    *State*: replicated model, optimizer state and n durations; a sum of gradients per worker.
 
     Args:
       batch: B, at least the number of workers. Finer microbatches fit the speeds better: use 4 or more per worker.

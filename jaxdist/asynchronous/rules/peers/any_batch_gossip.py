@@ -53,9 +53,9 @@ def any_batch_gossip(
     A `Compute` is one sample, or one microbatch; a gradient that is unfinished at the end of the window is discarded,
     and its data count as used. A worker that failed ends its window when it recovers; its neighbors wait for it.
 
-    On the wire: a model and its weight, 4 bytes, to each neighbor per round, kind `"params"`.
+    *On the wire*: a model and its weight, 4 bytes, to each neighbor per round, kind `"params"`.
 
-    State: as `d_psgd`, and a sum of gradients per worker.
+    *State*: as `d_psgd`, and a sum of gradients per worker.
 
     Args:
       window: T, in seconds. Several times the duration of a gradient, or much work is discarded;

@@ -1,7 +1,6 @@
 """Pairwise averaging by CHOCO: compressed differences to public copies."""
 
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,9 +22,9 @@ def choco_exchange(compressor: Compressor, *, step_size: Number) -> Exchange:
     is kept exactly. Compressing whole models, with `compressed`, has errors in proportion to the models instead, and
     changes their sum.
 
-    On the wire: the payload each way.
+    *On the wire*: the payload each way.
 
-    State: two models per neighbor of a worker.
+    *State*: two models per neighbor of a worker.
 
     Args:
       compressor: of one array; an unbiased one is shrunk to a contraction (`compressors.scaled`).
@@ -49,8 +48,8 @@ def choco_exchange(compressor: Compressor, *, step_size: Number) -> Exchange:
     check_range("step_size", step_size, 0, 1, ends="(]")
     # An unbiased compressor is scaled to a contraction, or differences to the copies would grow.
     compressor = contraction_form(compressor, closest=True)
-    encode_difference = numeric(partial(_encode_difference, compressor))
-    update_copies = numeric(partial(_update_copies, compressor, step_size), outputs=3)
+    choco = _Choco(compressor, step_size)
+    encode_difference, update_copies = numeric(choco.encode_difference), numeric(choco.update_copies, outputs=3)
 
     def encode(params: Any, memory: Any, end: int, turn: int, words: Any) -> Any:
         # The two ends draw different numbers: a key that all share, as random-k has it, helps in sums only.
@@ -65,36 +64,33 @@ def choco_exchange(compressor: Compressor, *, step_size: Number) -> Exchange:
     return Exchange("choco_exchange", lambda params, words: (params, params), encode, settle)
 
 
-def _encode_difference(compressor: Compressor, params: PyTree, copy: PyTree, words: Any) -> list[Any]:
-    # q_i = C(x_i - x̂_i)
-    key = jax.random.key(words[0])
-    for word in range(1, 5):
-        key = jax.random.fold_in(key, words[word])
-    differences = jax.tree.leaves(jax.tree.map(lambda x, hat: x - hat, params, copy))
-    return [compressor.compress(leaf, jax.random.fold_in(key, k)) for k, leaf in enumerate(differences)]
+class _Choco(NamedTuple):
+    """The checked arguments of `choco_exchange`: a contraction and `γ`."""
 
+    compressor: Compressor
+    step_size: Number
 
-def _add_decoded(compressor: Compressor, copy: PyTree, payloads: list[Any]) -> PyTree:
-    # x̂_i += q_i
-    leaves, structure = jax.tree.flatten(copy)
-    return structure.unflatten(
-        [hat + compressor.decompress(payload, hat) for hat, payload in zip(leaves, payloads, strict=True)]
-    )
+    def encode_difference(self, params: PyTree, copy: PyTree, words: Any) -> list[Any]:
+        # q_i = C(x_i - x̂_i)
+        key = jax.random.key(words[0])
+        for word in range(1, 5):
+            key = jax.random.fold_in(key, words[word])
+        differences = jax.tree.leaves(jax.tree.map(lambda x, hat: x - hat, params, copy))
+        return [self.compressor.compress(leaf, jax.random.fold_in(key, k)) for k, leaf in enumerate(differences)]
 
+    def _add_decoded(self, copy: PyTree, payloads: list[Any]) -> PyTree:
+        # x̂_i += q_i
+        leaves, structure = jax.tree.flatten(copy)
+        return structure.unflatten(
+            [hat + self.compressor.decompress(payload, hat) for hat, payload in zip(leaves, payloads, strict=True)]
+        )
 
-def _update_copies(
-    compressor: Compressor,
-    step_size: Number,
-    params: Any,
-    active: Any,
-    passive: Any,
-    request: Any,
-    reply: Any,
-    end: Any,
-) -> tuple[PyTree, PyTree, PyTree]:
-    active, passive = _add_decoded(compressor, active, request), _add_decoded(compressor, passive, reply)
-    # x_i += γ/2 (x̂_j - x̂_i)
-    params = jax.tree.map(
-        lambda x, a, p: x + (end * (step_size / 2) * (p - a)).astype(x.dtype), params, active, passive
-    )
-    return params, active, passive
+    def update_copies(
+        self, params: Any, active: Any, passive: Any, request: Any, reply: Any, end: Any
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        active, passive = self._add_decoded(active, request), self._add_decoded(passive, reply)
+        # x_i += γ/2 (x̂_j - x̂_i)
+        params = jax.tree.map(
+            lambda x, a, p: x + (end * (self.step_size / 2) * (p - a)).astype(x.dtype), params, active, passive
+        )
+        return params, active, passive

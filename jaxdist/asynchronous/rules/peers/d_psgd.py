@@ -65,10 +65,11 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
 
     Steps in the trace are those of single workers, n per iteration, and versions are their own counts.
 
-    On the wire: a model to each neighbor per iteration; in directed or changing graphs an acknowledgment without bytes
-    back. Models that a worker missed during an outage are repeated.
+    *On the wire*: a model to each neighbor per iteration; in directed or changing graphs an acknowledgment without
+    bytes back. Models that a worker missed during an outage are repeated.
 
-    State: a worker's model and optimizer; models of neighbors that are ahead; its own last models, until they are used.
+    *State*: a worker's model and optimizer; models of neighbors that are ahead; its own last models, until they are
+    used.
 
     Args:
       graph: a topology with doubly stochastic weights, or a function that makes one for a number of workers, such as

@@ -51,11 +51,11 @@ def hierarchical_ad_psgd(
     that of another group, and the change reaches its group with the next mean. Groups, such as the devices of a
     machine, wait for their own slowest worker but for no other group, and n/|G| models reach consensus faster than n.
 
-    On the wire: within a group an all-reduce of the gradient and of the change by exchanges, two models, per step;
+    *On the wire*: within a group an all-reduce of the gradient and of the change by exchanges, two models, per step;
     between groups a model each way per step of the half that initiates.
 
-    State: the group's model and optimizer at each worker; first workers also store the averaged model and, in the half
-    that replies, the last reply to each neighbor.
+    *State*: the group's model and optimizer at each worker; first workers also store the averaged model and, in the
+    half that replies, the last reply to each neighbor.
 
     Args:
       graph: a bipartite topology of the groups, or a function that makes one for a number of groups, such as

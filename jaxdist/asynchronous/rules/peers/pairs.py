@@ -1,8 +1,6 @@
 """Exchanges between pairs of neighbors: one half of the graph initiates, the other replies, and none is lost."""
 
 import functools
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import numpy as np
@@ -116,12 +114,69 @@ class Peer(NamedTuple):
 
 
 class PairProtocol(NamedTuple):
-    """The functions of a peer: initially, at each gradient, at each message, and after a failure."""
+    """The exchanges of a peer: initially, at each gradient, at each message, and after a failure."""
 
-    init: Callable[[Peer, Halves, Any], Pairs]
-    begin: Callable[[Pairs, Peer, Halves, Any], tuple[Pairs, Actions]]
-    receive: Callable[[Pairs, Peer, Halves, Any, int, Message], tuple[Pairs, Any, Actions]]
-    recover: Callable[[Pairs, Peer, Halves], Actions]
+    exchange: Exchange
+    choice: Choice
+
+    def init(self, peer: Peer, graph: Halves, params: Any) -> Pairs:
+        """Starts with what the exchange remembers of each neighbor."""
+        own, is_active = peer.index, graph.active[peer.index]
+        edges = {}
+        for other in graph.neighbors[own]:
+            ends = (own, other) if is_active else (other, own)
+            edges[other] = Edge(0, self.exchange.start(params, _pair_words(peer, *ends)), None)
+        return Pairs(0, -1, None, edges)
+
+    @no_type_check
+    def begin(self, pairs: Pairs, peer: Peer, graph: Halves, params: Any) -> tuple[Pairs, Actions]:
+        """Initiates an exchange, if this peer is active and has none in progress."""
+        if not graph.active[peer.index] or pairs.partner >= 0:
+            return pairs, ()
+        other = choose_neighbor(graph, self.choice, peer.seed, peer.index, pairs.started)
+        if other is None:
+            return pairs._replace(started=pairs.started + 1), ()
+        request = self._encode(peer, other, pairs.edges[other], params, ACTIVE)
+        pairs = Pairs(pairs.started + 1, other, request, pairs.edges)
+        return pairs, _send_request(pairs, peer)
+
+    @no_type_check
+    def receive(
+        self, pairs: Pairs, peer: Peer, graph: Halves, params: Any, sender: int, message: Message
+    ) -> tuple[Pairs, Any, Actions]:
+        """Answers a request, or completes the exchange that a reply belongs to; returns the new parameters too."""
+        other = sender // peer.size
+        edge = pairs.edges[other]
+        if message.kind == BACK:
+            return pairs, params, _send_request(pairs, peer) if pairs.partner == other else ()
+        if graph.active[peer.index]:
+            # A reply that was repeated has been used already.
+            if pairs.partner != other or message.tag != edge.count:
+                return pairs, params, ()
+            params, memory = self.exchange.settle(params, edge.memory, pairs.request, message.value, ACTIVE, edge.count)
+            edges = pairs.edges | {other: Edge(edge.count + 1, memory, None)}
+            return Pairs(pairs.started, -1, None, edges), params, ()
+
+        # The passive end: average once, and reply as often as it is asked.
+        if message.tag == edge.count:
+            reply = self._encode(peer, other, edge, params, PASSIVE)
+            params, memory = self.exchange.settle(params, edge.memory, message.value, reply, PASSIVE, edge.count)
+            edge = Edge(edge.count + 1, memory, reply)
+            pairs = pairs._replace(edges=pairs.edges | {other: edge})
+        repeats = message.tag == edge.count - 1
+        return pairs, params, (Send(sender, Message(PARAMS, edge.reply, 0, message.tag)),) if repeats else ()
+
+    def recover(self, pairs: Pairs, peer: Peer, graph: Halves) -> Actions:
+        """Repeats what may have been lost, after a failure of this peer."""
+        if pairs.partner >= 0:
+            return _send_request(pairs, peer)
+        if graph.active[peer.index]:
+            return ()
+        return tuple(Send(other * peer.size, Message(BACK)) for other in pairs.edges)
+
+    def _encode(self, peer: Peer, other: int, edge: Edge, params: Any, end: int) -> Any:
+        ends = (peer.index, other) if end == ACTIVE else (other, peer.index)
+        return self.exchange.encode(params, edge.memory, end, edge.count, _pair_words(peer, *ends))
 
 
 def peer_of(site: Site, size: int = 1) -> Peer:
@@ -143,79 +198,13 @@ def pair_protocol(exchange: Exchange | None, choice: Choice) -> PairProtocol:
     """
     if choice not in CHOICES:
         raise ValueError(f"choice must be one of {', '.join(CHOICES)}, got {choice!r}")
-    exchange = exchange or whole_models()
-    return PairProtocol(
-        partial(_init, exchange), partial(_begin, exchange, choice), partial(_receive, exchange), _recover
-    )
+    return PairProtocol(exchange or whole_models(), choice)
 
 
 def _pair_words(peer: Peer, active: int, passive: int) -> np.ndarray:
     return np.array([peer.seed & 0xFFFFFFFF, active, passive], np.uint32)
 
 
-def _init(exchange: Exchange, peer: Peer, graph: Halves, params: Any) -> Pairs:
-    own, is_active = peer.index, graph.active[peer.index]
-    edges = {}
-    for other in graph.neighbors[own]:
-        ends = (own, other) if is_active else (other, own)
-        edges[other] = Edge(0, exchange.start(params, _pair_words(peer, *ends)), None)
-    return Pairs(0, -1, None, edges)
-
-
-@no_type_check
-def _begin(
-    exchange: Exchange, choice: Choice, pairs: Pairs, peer: Peer, graph: Halves, params: Any
-) -> tuple[Pairs, Actions]:
-    """Initiates an exchange, if this peer is active and has none in progress."""
-    if not graph.active[peer.index] or pairs.partner >= 0:
-        return pairs, ()
-    other = choose_neighbor(graph, choice, peer.seed, peer.index, pairs.started)
-    if other is None:
-        return pairs._replace(started=pairs.started + 1), ()
-    request = _encode(exchange, peer, other, pairs.edges[other], params, ACTIVE)
-    pairs = Pairs(pairs.started + 1, other, request, pairs.edges)
-    return pairs, _send_request(pairs, peer)
-
-
-@no_type_check
-def _receive(
-    exchange: Exchange, pairs: Pairs, peer: Peer, graph: Halves, params: Any, sender: int, message: Message
-) -> tuple[Pairs, Any, Actions]:
-    other = sender // peer.size
-    edge = pairs.edges[other]
-    if message.kind == BACK:
-        return pairs, params, _send_request(pairs, peer) if pairs.partner == other else ()
-    if graph.active[peer.index]:
-        # A reply that was repeated has been used already.
-        if pairs.partner != other or message.tag != edge.count:
-            return pairs, params, ()
-        params, memory = exchange.settle(params, edge.memory, pairs.request, message.value, ACTIVE, edge.count)
-        edges = pairs.edges | {other: Edge(edge.count + 1, memory, None)}
-        return Pairs(pairs.started, -1, None, edges), params, ()
-
-    # The passive end: average once, and reply as often as it is asked.
-    if message.tag == edge.count:
-        reply = _encode(exchange, peer, other, edge, params, PASSIVE)
-        params, memory = exchange.settle(params, edge.memory, message.value, reply, PASSIVE, edge.count)
-        edge = Edge(edge.count + 1, memory, reply)
-        pairs = pairs._replace(edges=pairs.edges | {other: edge})
-    repeats = message.tag == edge.count - 1
-    return pairs, params, (Send(sender, Message(PARAMS, edge.reply, 0, message.tag)),) if repeats else ()
-
-
-def _recover(pairs: Pairs, peer: Peer, graph: Halves) -> Actions:
-    if pairs.partner >= 0:
-        return _send_request(pairs, peer)
-    if graph.active[peer.index]:
-        return ()
-    return tuple(Send(other * peer.size, Message(BACK)) for other in pairs.edges)
-
-
 def _send_request(pairs: Pairs, peer: Peer) -> Actions:
     edge = pairs.edges[pairs.partner]
     return (Send(pairs.partner * peer.size, Message(PARAMS, pairs.request, 0, edge.count)),)
-
-
-def _encode(exchange: Exchange, peer: Peer, other: int, edge: Edge, params: Any, end: int) -> Any:
-    ends = (peer.index, other) if end == ACTIVE else (other, peer.index)
-    return exchange.encode(params, edge.memory, end, edge.count, _pair_words(peer, *ends))

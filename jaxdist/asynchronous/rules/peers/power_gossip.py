@@ -22,10 +22,10 @@ def power_gossip(rank: int, *, seed: int = 0) -> Exchange:
     a power iteration on the difference of their models, and each half of an iteration removes the part that it found.
     It needs no step size and no copies of models, and keeps the sum of the two models.
 
-    On the wire: for a matrix `[m, n]` `r·m` numbers each way in one exchange and `r·n` in the next; vectors, and
+    *On the wire*: for a matrix `[m, n]` `r·m` numbers each way in one exchange and `r·n` in the next; vectors, and
     matrices with a side of r or less, are sent whole.
 
-    State: r directions of each matrix per neighbor of a worker.
+    *State*: r directions of each matrix per neighbor of a worker.
 
     Args:
       rank: r. A larger rank agrees faster for more bytes, and the full rank is exact. Ranks 1, 2 and 4 ended 8, 3 and

@@ -11,9 +11,9 @@ from .exchange import Exchange
 def whole_models() -> Exchange:
     """Both ends send their model and move to the mean: `x_i <- x_i + (x_j - x_i)/2`, with the models as sent.
 
-    On the wire: a model each way.
+    *On the wire*: a model each way.
 
-    State: none.
+    *State*: none.
 
     Examples:
       >>> from jaxdist.asynchronous import rules

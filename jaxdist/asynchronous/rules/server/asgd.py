@@ -15,9 +15,9 @@ def asgd(optimizer: optax.GradientTransformation, *, rate: Callable[[int], float
     number of workers minus one. With data that differ between workers the limit is the optimum weighted by the workers'
     speeds, not the mean: see `ringleader` and `dude`.
 
-    On the wire: a gradient up and a model down per step.
+    *On the wire*: a gradient up and a model down per step.
 
-    State: the server's model and optimizer; a worker's model.
+    *State*: the server's model and optimizer; a worker's model.
 
     Args:
       optimizer: the optimizer of the server. Momentum compounds the staleness: lower it with more workers.

@@ -1,7 +1,6 @@
 """Synchronous SGD that drops the gradients of the slowest workers."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import optax
@@ -25,9 +24,9 @@ def backup_workers(spare: int, optimizer: optax.GradientTransformation) -> Rule:
     `x <- x - γ 1/(n - b) Σ g_i`. A step takes the (n - b)-th shortest of n computations; with b = 0 it is synchronous
     SGD with a parameter server.
 
-    On the wire: n models down and n gradients up per step; up to b of them are cancelled before they are sent.
+    *On the wire*: n models down and n gradients up per step; up to b of them are cancelled before they are sent.
 
-    State: the server's model, optimizer, and up to n - b gradients; a worker's model.
+    *State*: the server's model, optimizer, and up to n - b gradients; a worker's model.
 
     Args:
       spare: b. A few percent of the workers absorb rare slowdowns; more wastes work and, if data differ between
@@ -47,39 +46,43 @@ def backup_workers(spare: int, optimizer: optax.GradientTransformation) -> Rule:
     """
     check_count("spare", spare, 0)
     server = stepper(optimizer)
-
-    def begin(core: Core) -> _BackupState:
-        if spare >= len(core.reads):
-            raise ValueError(f"spare must be less than the {len(core.reads)} workers, got {spare}")
-        return _BackupState(core)
-
+    method = _BackupWorkers(server.step, spare)
     return server_rule(
         "backup_workers",
         server,
-        partial(_on_backup_gradient, server.step, spare),
-        begin=begin,
+        method.on_gradient,
+        begin=method.begin,
         on_pull=_on_backup_pull,
         waits_for=_backup_waits_for,
         discard_outdated=True,
     )
 
 
-def _on_backup_gradient(
-    step: Callable[..., Any], spare: int, state: _BackupState, worker: int, message: Message
-) -> Reaction:
-    core = state.core
-    # A worker that recovered got this model twice: with all others, and for its request.
-    if any(worker == contributor for contributor, _ in state.gathered):
-        return state, (GradientRecord(worker, core.version, core.version, accepted=False),)
-    record = GradientRecord(worker, core.version, core.version)
-    gathered = (*state.gathered, (worker, message.value))
-    if len(gathered) < len(core.reads) - spare:
-        return _BackupState(core, gathered), (record,)
-    # Sorted by worker, so that the sum does not depend on the order of arrival.
-    mean = mean_of([value for _, value in sorted(gathered, key=lambda entry: entry[0])])
-    core, step_record = step(core, mean, 1.0, core.version)
-    core, sends = broadcast_params(core)
-    return _BackupState(core, ()), (record, step_record, *sends)
+class _BackupWorkers(NamedTuple):
+    """The step of the server, and how many gradients of a step it does not wait for."""
+
+    step: Callable[..., Any]
+    spare: int
+
+    def begin(self, core: Core) -> _BackupState:
+        if self.spare >= len(core.reads):
+            raise ValueError(f"spare must be less than the {len(core.reads)} workers, got {self.spare}")
+        return _BackupState(core)
+
+    def on_gradient(self, state: _BackupState, worker: int, message: Message) -> Reaction:
+        core = state.core
+        # A worker that recovered got this model twice: with all others, and for its request.
+        if any(worker == contributor for contributor, _ in state.gathered):
+            return state, (GradientRecord(worker, core.version, core.version, accepted=False),)
+        record = GradientRecord(worker, core.version, core.version)
+        gathered = (*state.gathered, (worker, message.value))
+        if len(gathered) < len(core.reads) - self.spare:
+            return _BackupState(core, gathered), (record,)
+        # Sorted by worker, so that the sum does not depend on the order of arrival.
+        mean = mean_of([value for _, value in sorted(gathered, key=lambda entry: entry[0])])
+        core, step_record = self.step(core, mean, 1.0, core.version)
+        core, sends = broadcast_params(core)
+        return _BackupState(core, ()), (record, step_record, *sends)
 
 
 def _on_backup_pull(state: _BackupState, worker: int, message: Message) -> Reaction:

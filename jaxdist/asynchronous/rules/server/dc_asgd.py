@@ -35,9 +35,9 @@ def dc_asgd(
     λ becomes `λ / sqrt(v + 1e-7)`, `v <- m v + (1 - m) g ⊙ g` (DC-ASGD-a), which does not depend on the scale of the
     loss. A gradient from before a worker's failure that arrives after the worker's next pull is discarded.
 
-    On the wire: a gradient up and a model down per step.
+    *On the wire*: a gradient up and a model down per step.
 
-    State: the server's model and optimizer, the last model of each worker (at most n models), and one more with
+    *State*: the server's model and optimizer, the last model of each worker (at most n models), and one more with
     `decay`.
 
     Args:

@@ -26,9 +26,9 @@ def dude(optimizer: optax.GradientTransformation) -> Rule:
     mean loss, where that of `asgd` is weighted by speeds. Steps begin when every worker has sent a gradient; until then
     workers compute at the initial model.
 
-    On the wire: a gradient up and a model down per step.
+    *On the wire*: a gradient up and a model down per step.
 
-    State: the server's model, optimizer, and n + 1 gradients; a worker's model.
+    *State*: the server's model, optimizer, and n + 1 gradients; a worker's model.
 
     Args:
       optimizer: the optimizer of the server. The slowest worker's gradients are as stale as its computation is long:

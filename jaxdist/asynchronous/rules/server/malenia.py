@@ -18,9 +18,9 @@ def malenia(batch: Number, optimizer: optax.GradientTransformation, *, stop: boo
     `x <- x - γ (1/n) Σ_i (1/b_i) Σ g_i` as soon as the harmonic mean of the b_i (0 while one is 0) is at least `S/n`.
     Unbiased for any speeds; gradients at older models are discarded.
 
-    On the wire: as `rennala`.
+    *On the wire*: as `rennala`.
 
-    State: the server's model, optimizer, and the gradients of the step; a worker's model.
+    *State*: the server's model, optimizer, and the gradients of the step; a worker's model.
 
     Args:
       batch: S. Up to n, one gradient of each worker is enough.

@@ -14,9 +14,10 @@ def rennala(batch: int, optimizer: optax.GradientTransformation, *, stop: bool =
     A worker continues at once: fast workers contribute several of the S gradients, and a gradient at an older model is
     discarded. For workers that draw from the same data its time complexity is optimal; in theory `S = ⌈σ²/ε⌉`.
 
-    On the wire: each gradient up; a model down after each step, and nothing if the worker already has the current one.
+    *On the wire*: each gradient up; a model down after each step, and nothing if the worker already has the current
+    one.
 
-    State: the server's model, optimizer, and up to S gradients; a worker's model.
+    *State*: the server's model, optimizer, and up to S gradients; a worker's model.
 
     Args:
       batch: S. A small value steps often, a large one averages noise out.

@@ -42,9 +42,9 @@ def ringleader(optimizer: optax.GradientTransformation) -> Rule:
     no gradient in a step is older than `2n - 2`, and all workers count the same however fast they are. In theory
     `γ = min(1/(8 n L), ε n/(10 L σ²))`, with n the least number of gradients in the table.
 
-    On the wire: a gradient up per gradient, n models down per round.
+    *On the wire*: a gradient up per gradient, n models down per round.
 
-    State: the server's model, optimizer, and 2n + 1 gradients; a worker's model.
+    *State*: the server's model, optimizer, and 2n + 1 gradients; a worker's model.
 
     Examples:
       >>> import optax

@@ -14,9 +14,9 @@ def ringmaster(max_delay: int, optimizer: optax.GradientTransformation, *, stop:
     data: very slow workers do not contribute. In theory `R = max(1, ⌈σ²/ε⌉)` and `γ = min(1/(2 R L), ε/(4 L σ²))` for
     the gradient's variance σ² and the wanted accuracy ε.
 
-    On the wire: a gradient up and a model down per gradient, used or discarded.
+    *On the wire*: a gradient up and a model down per gradient, used or discarded.
 
-    State: the server's model and optimizer; a worker's model.
+    *State*: the server's model and optimizer; a worker's model.
 
     Args:
       max_delay: R. 1 uses only gradients at the current model; no bound is `asgd`. With R equally fast workers every

@@ -1,7 +1,6 @@
 """SSP (stale synchronous parallel): the fastest worker is at most a fixed number of steps ahead of the slowest."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import optax
@@ -31,7 +30,7 @@ def ssp(staleness: int, optimizer: optax.GradientTransformation) -> Rule:
     slow, all others end up waiting for it, at one iteration each per iteration of that worker. Running iterations are
     finished, so completed counts differ by up to `s + 1`.
 
-    On the wire, and state: as `asgd`.
+    *On the wire* and *State*: as `asgd`.
 
     Args:
       staleness: s. 0 is lockstep (but each gradient is a separate step); a large value is `asgd`.
@@ -50,8 +49,10 @@ def ssp(staleness: int, optimizer: optax.GradientTransformation) -> Rule:
     """
     check_range("staleness", staleness, 0, ends="[]")
     server = stepper(optimizer)
-    on_gradient = partial(_on_ssp_gradient, server.step, staleness)
-    return server_rule("ssp", server, on_gradient, begin=_begin_ssp, on_pull=_on_ssp_pull, waits_for=_ssp_waits_for)
+    method = _SSP(server.step, staleness)
+    return server_rule(
+        "ssp", server, method.on_gradient, begin=_begin_ssp, on_pull=_on_ssp_pull, waits_for=_ssp_waits_for
+    )
 
 
 def _begin_ssp(core: Core) -> _SSPState:
@@ -59,29 +60,33 @@ def _begin_ssp(core: Core) -> _SSPState:
     return _SSPState(core, (0,) * workers, 0, workers, ())
 
 
-def _on_ssp_gradient(
-    step: Callable[..., Any], staleness: int, state: _SSPState, worker: int, message: Message
-) -> Reaction:
-    version = state.core.version
-    # Every gradient is a step, x <- x - γ g; only the reply may have to wait.
-    core, step_record = step(state.core, message.value, 1.0, message.version)
-    done, least = state.completed[worker], state.least
-    completed = replace_at(state.completed, worker, done + 1)
-    slowest, ready, waiting = state.slowest - (done == least), [worker], list(state.waiting)
-    # When the last of the slowest has moved, the minimum rises, and waiting workers may continue. Only then is it
-    # recomputed, which makes an event cheap with a thousand workers.
-    if not slowest:
-        least = min(completed)
-        slowest, ready, waiting = completed.count(least), sorted([*waiting, worker]), []
-    actions: list = [GradientRecord(worker, message.version, version), step_record]
-    for candidate in ready:
-        # c - min_j c_j <= s
-        if completed[candidate] <= least + staleness:
-            core, sent = reply(core, candidate)
-            actions.append(sent)
-        else:
-            waiting.append(candidate)
-    return _SSPState(core, completed, least, slowest, tuple(waiting)), tuple(actions)
+class _SSP(NamedTuple):
+    """The step of the server, and by how many steps a worker may be ahead."""
+
+    step: Callable[..., Any]
+    staleness: int
+
+    def on_gradient(self, state: _SSPState, worker: int, message: Message) -> Reaction:
+        version = state.core.version
+        # Every gradient is a step, x <- x - γ g; only the reply may have to wait.
+        core, step_record = self.step(state.core, message.value, 1.0, message.version)
+        done, least = state.completed[worker], state.least
+        completed = replace_at(state.completed, worker, done + 1)
+        slowest, ready, waiting = state.slowest - (done == least), [worker], list(state.waiting)
+        # When the last of the slowest has moved, the minimum rises, and waiting workers may continue. Only then is it
+        # recomputed, which makes an event cheap with a thousand workers.
+        if not slowest:
+            least = min(completed)
+            slowest, ready, waiting = completed.count(least), sorted([*waiting, worker]), []
+        actions: list = [GradientRecord(worker, message.version, version), step_record]
+        for candidate in ready:
+            # c - min_j c_j <= s
+            if completed[candidate] <= least + self.staleness:
+                core, sent = reply(core, candidate)
+                actions.append(sent)
+            else:
+                waiting.append(candidate)
+        return _SSPState(core, completed, least, slowest, tuple(waiting)), tuple(actions)
 
 
 def _on_ssp_pull(state: _SSPState, worker: int, message: Message) -> Reaction:

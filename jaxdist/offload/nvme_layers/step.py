@@ -1,4 +1,4 @@
-"""One step over the parts of a stack: its compiled programs, the order of reads and writes, and what runs at each."""
+"""One step over the parts of a stack of layers: forward, backward, and the updates on the way."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ class Programs(NamedTuple):
     embed_grads: Callable[..., PyTree]
 
 
-class Config(NamedTuple):
+class StepConfig(NamedTuple):
     """`axis` is `None` without a mesh."""
 
     stack: LayerStack
@@ -218,7 +218,7 @@ class Step:
 
     def __init__(
         self,
-        cfg: Config,
+        config: StepConfig,
         programs: Programs,
         parts: Sequence[StackPart],
         updates: Sequence[PartProgram],
@@ -228,9 +228,9 @@ class Step:
         *,
         train: bool = True,
     ):
-        self.cfg, self.programs, self.parts = cfg, programs, parts
+        self.config, self.programs, self.parts = config, programs, parts
         self.updates, self.numbers, self.clip_norm = updates, numbers, clip_norm
-        self.batch = cfg.place_batch(batch)
+        self.batch = config.place_batch(batch)
         self.visits = self._schedule(train)
         # Parameters that the reading thread has copied to the device, by visit.
         self.placed: dict[int, PyTree] = {}
@@ -264,7 +264,7 @@ class Step:
         visit = self.visits[k]
         if visit.needs_params:
             part = self.parts[visit.part]
-            self.placed[k] = self.cfg.place_params(
+            self.placed[k] = self.config.place_params(
                 part.model.tree, reshape_vectors(part.model, part.param_vectors(data))
             )
 

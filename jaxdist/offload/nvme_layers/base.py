@@ -1,4 +1,4 @@
-"""ZeRO-Infinity's parameters and gradients on disk: a step that has one layer of the model in memory at a time."""
+"""ZeRO-Infinity: training with parameters and optimizer state on disk, one layer in memory at a time."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from ..nvme.files import Store, StreamedStats, check_store, folder_of_process
 from ..nvme.folder import StreamedFolder
 from ..nvme.model import Model, describe
 from .parts import PartProgram, StackPart, init_program, lay_out_parts, reshape_vectors, update_program
-from .step import Config, LayerStack, Step, check_reducer
+from .step import LayerStack, Step, StepConfig, check_reducer
 
 EXACT = exact()
 
@@ -66,29 +66,27 @@ def nvme_layers(
 ) -> StreamedLayers:
     """Trains a stack of layers whose parameters and optimizer state are on disk, with one layer in memory at a time.
 
-    The backward pass computes each layer again from its input, which is in host memory, averages its gradient over the
-    workers, updates the layer and writes it back. A step is committed as a whole: a process that is killed continues
-    from the last committed one. `docs/explanation/zero-and-offloading.md` has the order of a step.
+    The backward pass computes each layer again, averages its gradient over the workers, updates the layer and writes it
+    back. A step is committed as a whole: a process that is killed continues from the last committed one.
+    `docs/explanation/zero-and-offloading.md` has the order of a step and what is in memory meanwhile.
 
     *On disk*, for Adam in float32 and `n` parameters: `16n` bytes read and `12n` written per step, `24n` allocated;
     with `clip_norm` `24n`, `16n` and `32n`.
 
-    *In host memory*: `prefetch + 1` buffers (`stats().buffer_bytes`), each for parameters and state of the largest
-    part; the inputs of all layers; a layer's gradient. *On the device*: the parameters of `prefetch + 1` parts, and
-    what the gradient of one layer needs.
+    *In host memory*: `prefetch + 1` buffers, each for parameters and state of the largest part; the inputs of all
+    layers; a layer's gradient.
 
-    *On the wire*, with a `mesh`: an all-reduce of each part's gradient, when the part has computed it.
+    *On the wire*, with a `mesh`: an all-reduce of each part's gradient.
 
-    The optimizer sees each part alone, as its whole tree: masks and labels are given as functions.
+    The optimizer sees each part alone: masks and labels are given as functions.
 
     Args:
       inner: an entrywise optimizer (Adam, SGD, Lion, with schedules, masks, weight decay).
-      store: the folder. `chunk_bytes` bounds a single read; `host_bytes` bounds the buffers.
-      prefetch: the parts that are read ahead while one is computed. With 0 reads, computation and writes take turns;
-        1 overlaps reads or writes with computation, 2 all three.
-      clip_norm: clips gradients by their norm over all parts, as `optax.clip_by_global_norm` does.
-      mesh: its devices are the workers; each computes its examples of the batch with the whole layer. `None`: one
-        device.
+      store: the folder; `host_bytes` bounds the buffers.
+      prefetch: the parts that are read ahead while one is computed: 0 for none, 2 overlaps reads, computation and
+        writes.
+      clip_norm: clips gradients by their norm over all parts.
+      mesh: its devices are the workers; `None`: one device.
       axis: the axes of the mesh over which the batch is split.
       reducer: averages gradients; one without state.
 
@@ -97,10 +95,9 @@ def nvme_layers(
 
     Raises:
       TypeError: `store` is not a `Store`.
-      ValueError: `prefetch` or `clip_norm` is negative; a reducer that keeps residuals or random keys; several
-        processes; from `init`, an optimizer that is not entrywise, or that needs a number from all gradients
-        (`clip_by_global_norm`), layers that differ, `host_bytes` below what the buffers need, a folder that holds
-        another model or is in use; from `step`, a batch that cannot be split, a layer that changes the shape of `x`.
+      ValueError: a negative `prefetch` or `clip_norm`; a reducer with residuals or random keys; several processes;
+        from `init`, an optimizer that is not entrywise, layers that differ, too few `host_bytes`, a folder of another
+        model or in use; from `step`, a batch that cannot be split, a layer that changes the shape of `x`.
       StoreFullError, StoreDamagedError, StoreError: as `nvme`.
 
     Examples:
@@ -139,8 +136,8 @@ def nvme_layers(
         for name in axis_tuple(axis):
             if name not in mesh.axis_names:
                 raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
-    cfg = Config(stack, reducer, mesh, axis if mesh is not None else None)
-    run = _LayerStream(cfg, with_extra_args(inner), store, prefetch, clip_norm)
+    config = StepConfig(stack, reducer, mesh, axis if mesh is not None else None)
+    run = _LayerStream(config, with_extra_args(inner), store, prefetch, clip_norm)
     return StreamedLayers(run.init, run.step, run.loss, run.params, run.state, run.flush, run.stats, run.close)
 
 
@@ -159,14 +156,14 @@ class _LayerStream(StreamedFolder[_Opened]):
 
     def __init__(
         self,
-        cfg: Config,
+        config: StepConfig,
         inner: optax.GradientTransformationExtraArgs,
         store: Store,
         prefetch: int,
         clip_norm: float | int | None,
     ):
-        self.cfg, self.inner, self.store, self.prefetch, self.clip_norm = cfg, inner, store, prefetch, clip_norm
-        self.programs = cfg.build_programs()
+        self.config, self.inner, self.store, self.prefetch, self.clip_norm = config, inner, store, prefetch, clip_norm
+        self.programs = config.build_programs()
         super().__init__()
 
     def init(self, layer: Callable[[int], PyTree], count: int, *, embed: PyTree, head: PyTree) -> int:
@@ -218,14 +215,14 @@ class _LayerStream(StreamedFolder[_Opened]):
         disk.flush()
         stored = _split_numbers(opened.updates, disk.numbers)
         numbers = [update.numbers(x) for update, x in zip(opened.updates, stored, strict=True)]
-        step = Step(self.cfg, self.programs, opened.parts, opened.updates, numbers, batch, self.clip_norm)
+        step = Step(self.config, self.programs, opened.parts, opened.updates, numbers, batch, self.clip_norm)
         kept = [x for update, each in zip(opened.updates, numbers, strict=True) for x in update.keep(each)]
         disk.advance(step.visit, kept, lambda: None, accesses=step.accesses(), prepare=step.prepare)
         return step.loss
 
     def loss(self, batch: PyTree) -> Array:
         opened = self.require_open()
-        step = Step(self.cfg, self.programs, opened.parts, opened.updates, [], batch, None, train=False)
+        step = Step(self.config, self.programs, opened.parts, opened.updates, [], batch, None, train=False)
         opened.disk.scan(step.visit, step.accesses())
         return step.loss
 
