@@ -137,7 +137,7 @@ def running_mean(values: Sequence[float], window: int) -> np.ndarray:
 
 def save(directory: str | Path, state: State, step: int = 0) -> Path:
     """Writes the state after this many steps, and returns the absolute path of the folder."""
-    return checkpoint.save(directory, state, step=step, keep=KEPT).parent
+    return Path(checkpoint.save(directory, state, step=step, keep=KEPT)).parent
 
 
 @contextmanager

@@ -15,6 +15,7 @@ Marks decide how a leaf is converted when the number of workers has changed. A c
 from .errors import CheckpointDamagedError as CheckpointDamagedError
 from .errors import CheckpointFullError as CheckpointFullError
 from .errors import CheckpointPeerError as CheckpointPeerError
+from .errors import CheckpointStoreError as CheckpointStoreError
 from .errors import CheckpointUnreadableError as CheckpointUnreadableError
 from .errors import NoCheckpointLeftError as NoCheckpointLeftError
 from .reader import Loaded as Loaded
