@@ -50,7 +50,7 @@ def is_bucket(path: Any) -> bool:
 def open_objects(place: Any) -> Objects:
     """Opens a URL, a store of obstore, or five functions such as those of `jaxdist.islands.SharedStore`."""
     if all(hasattr(place, name) for name in SHARED_STORE):
-        return _patient(_of_functions(place))
+        return _patient("the store", _Functions(place), 1)
     try:
         import obstore
         from obstore.store import from_url
@@ -59,16 +59,16 @@ def open_objects(place: Any) -> Objects:
     if not isinstance(place, str | os.PathLike):
         if not hasattr(place, "put_async"):
             raise ValueError(f"checkpoints need a folder, a URL, a store of obstore or of islands, got {place!r}")
-        return _patient(_of_obstore(obstore, place, _name_of(place), ""))
+        return _patient(_name_of(place), _Obstore(obstore, place, ""), THREADS)
     url = str(place).rstrip("/")
     if url.startswith("memory:"):
-        return _patient(_of_obstore(obstore, _memory(), url, url.removeprefix("memory:").strip("/")))
+        return _patient(url, _Obstore(obstore, _memory(), url.removeprefix("memory:").strip("/")), THREADS)
     try:
         store = from_url(url)
     except Exception as error:
         # Obstore's errors have no common class with a documented name.
         raise ValueError(f"{url} is no URL of a bucket (s3://, gs://, az://): {_first_line(error)}") from error
-    return _patient(_of_obstore(obstore, store, url, ""))
+    return _patient(url, _Obstore(obstore, store, ""), THREADS)
 
 
 @functools.cache
@@ -88,86 +88,88 @@ def _name_of(store: Any) -> str:
     return "/".join([f"{scheme}://{bucket}", *([store.prefix.strip("/")] if store.prefix else [])])
 
 
-def _of_obstore(obstore: Any, store: Any, url: str, folder: str) -> Objects:
-    inside = f"{folder}/" if folder else ""
+class _Obstore:
+    """The requests over a store of obstore, below a folder in it."""
 
-    def create(name: str, body: bytes) -> bool:
+    def __init__(self, obstore: Any, store: Any, folder: str):
+        self._obstore, self._store = obstore, store
+        self._inside = f"{folder}/" if folder else ""
+
+    def create(self, name: str, body: bytes) -> bool:
         try:
-            obstore.put(store, inside + name, body, mode="create", use_multipart=False)
-        except obstore.exceptions.AlreadyExistsError as error:
+            self._obstore.put(self._store, self._inside + name, body, mode="create", use_multipart=False)
+        except self._obstore.exceptions.AlreadyExistsError as error:
             # S3 also refuses one of two that create a name at the same moment (409): then neither may have.
-            if read(name, 0, None) is None:
+            if self.read(name, 0, None) is None:
                 raise ConnectionError(f"{name} was neither created nor is it there") from error
             return False
         return True
 
-    def upload(name: str, file: Path) -> None:
-        obstore.put(store, inside + name, file, chunk_size=PIECE, max_concurrency=PARTS)
+    def upload(self, name: str, file: Path) -> None:
+        self._obstore.put(self._store, self._inside + name, file, chunk_size=PIECE, max_concurrency=PARTS)
 
-    def read(name: str, start: int, end: int | None) -> bytes | None:
+    def read(self, name: str, start: int, end: int | None) -> bytes | None:
         try:
             if end is None:
-                return bytes(obstore.get(store, inside + name).bytes())
-            return bytes(obstore.get_range(store, inside + name, start=start, end=end)) if end > start else b""
+                return bytes(self._obstore.get(self._store, self._inside + name).bytes())
+            # An empty file has no range.
+            read = self._obstore.get_range
+            return bytes(read(self._store, self._inside + name, start=start, end=end)) if end > start else b""
         except FileNotFoundError:
             return None
 
-    def sizes(prefix: str) -> dict[str, int | None]:
+    def sizes(self, prefix: str) -> dict[str, int | None]:
         # Object stores list whole folders.
-        chunks = obstore.list(store, (inside + prefix).rstrip("/") or None)
-        return {entry["path"].removeprefix(inside): entry["size"] for chunk in chunks for entry in chunk}
+        chunks = self._obstore.list(self._store, (self._inside + prefix).rstrip("/") or None)
+        return {entry["path"].removeprefix(self._inside): entry["size"] for chunk in chunks for entry in chunk}
 
-    def delete(names: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         # One request of S3 deletes a thousand names; those that are absent count as deleted, except in memory.
         with suppress(FileNotFoundError):
-            obstore.delete(store, [inside + name for name in names])
-
-    return Objects(url, create, upload, read, sizes, delete, THREADS)
+            self._obstore.delete(self._store, [self._inside + name for name in names])
 
 
-def _of_functions(store: Any) -> Objects:
-    """The requests over functions that take and return whole bytes, from one thread."""
+class _Functions:
+    """The requests over functions that take and return whole bytes."""
 
-    def read(name: str, start: int, end: int | None) -> bytes | None:
-        body = store.get(name)
+    def __init__(self, store: Any):
+        self._store = store
+        self.create = store.create
+
+    def upload(self, name: str, file: Path) -> None:
+        self._store.put(name, file.read_bytes())
+
+    def read(self, name: str, start: int, end: int | None) -> bytes | None:
+        body = self._store.get(name)
         return None if body is None else body[start:end]
 
-    def delete(names: Sequence[str]) -> None:
+    def sizes(self, prefix: str) -> dict[str, int | None]:
+        return dict.fromkeys(self._store.list(prefix))
+
+    def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            store.delete(name)
-
-    return Objects(
-        "the store",
-        store.create,
-        lambda name, file: store.put(name, file.read_bytes()),
-        read,
-        lambda prefix: dict.fromkeys(store.list(prefix)),
-        delete,
-        1,
-    )
+            self._store.delete(name)
 
 
-def _patient(objects: Objects) -> Objects:
+def _patient(url: str, store: _Obstore | _Functions, threads: int) -> Objects:
     """Repeats requests that fail, and raises `CheckpointStoreError` in the end."""
+    repeat = functools.partial(functools.partial, _repeat, url)
+    create, upload, read = repeat(store.create), repeat(store.upload), repeat(store.read)
+    return Objects(url, create, upload, read, repeat(store.sizes), repeat(store.delete), threads)
 
-    def repeat(request: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            until, pause = time.monotonic() + PATIENCE_SECONDS, SHORTEST_PAUSE
-            while True:
-                try:
-                    return request(*arguments)
-                # Each library for stores has its own exceptions.
-                except Exception as error:
-                    cure, final = _diagnose(error)
-                    if final or time.monotonic() + pause > until:
-                        raise CheckpointStoreError(objects.url, _first_line(error), cure) from error
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
 
-        return call
-
-    functions = {name: repeat(getattr(objects, name)) for name in ("create", "upload", "read", "sizes", "delete")}
-    return objects._replace(**functions)
+def _repeat(url: str, request: Callable[..., Any], *arguments: Any) -> Any:
+    until, pause = time.monotonic() + PATIENCE_SECONDS, SHORTEST_PAUSE
+    while True:
+        try:
+            return request(*arguments)
+        # Each library for stores has its own exceptions.
+        except Exception as error:
+            cure, final = _diagnose(error)
+            if final or time.monotonic() + pause > until:
+                raise CheckpointStoreError(url, _first_line(error), cure) from error
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def _diagnose(error: Exception) -> tuple[str, bool]:

@@ -46,7 +46,7 @@ _written: set[tuple[str, int]] = set()
 _guard = threading.Lock()
 
 
-class Entry(NamedTuple):
+class Listed(NamedTuple):
     """One checkpoint: its step, its folder, and the checksum of its `SHA256SUMS`."""
 
     step: int
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
     sums: str
 
 
-class Commit(NamedTuple):
+class Listing(NamedTuple):
     """The checkpoints of a run after so many commits, oldest first, and those that were set aside.
 
     The last save was commit `saved`, by the process `by`; later commits have only set damaged checkpoints aside.
@@ -63,21 +63,21 @@ class Commit(NamedTuple):
     number: int = 0
     saved: int = 0
     by: str = ""
-    checkpoints: tuple[Entry, ...] = ()
-    damaged: tuple[Entry, ...] = ()
-    abandoned: tuple[Entry, ...] = ()
+    checkpoints: tuple[Listed, ...] = ()
+    damaged: tuple[Listed, ...] = ()
+    abandoned: tuple[Listed, ...] = ()
 
 
 def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _dump(commit: Commit) -> bytes:
+def _dump(commit: Listing) -> bytes:
     text = json.dumps({"format": FORMAT, **commit._asdict()})
     return f"{text}\n{_files.seal([text])}\n".encode()
 
 
-def _parse(place: str, name: str, number: int, body: bytes) -> Commit:
+def _parse(place: str, name: str, number: int, body: bytes) -> Listing:
     try:
         text, seal = body.decode().splitlines()
         found = json.loads(text)
@@ -93,11 +93,11 @@ def _parse(place: str, name: str, number: int, body: bytes) -> Commit:
             f"{place} has format {version}, but this version of jaxdist reads {FORMAT}: use another version"
         )
     lists = ("checkpoints", "damaged", "abandoned")
-    return Commit(**found | {field: tuple(Entry(*entry) for entry in found[field]) for field in lists})
+    return Listing(**found | {field: tuple(Listed(*entry) for entry in found[field]) for field in lists})
 
 
 class BucketRun:
-    """The checkpoints in a bucket. What a function finds is JSON, for the other processes: here an `Entry`."""
+    """The checkpoints in a bucket. What a function finds is JSON, for the other processes: here an `Listed`."""
 
     def __init__(self, place: Any):
         self.objects: Objects = open_objects(place)
@@ -105,18 +105,18 @@ class BucketRun:
         is_url = isinstance(place, str | os.PathLike)
         self._identity = (self.place if is_url else f"store {id(place)}", os.getpid())
         # The list when this writer locked, until its first save, and the last save that it knows of.
-        self._locked: Commit | None = None
+        self._locked: Listing | None = None
         self._known = 0
         # The list to which a save adds its checkpoint.
-        self._head = Commit()
+        self._head = Listing()
 
-    def head(self) -> Commit:
+    def head(self) -> Listing:
         """Reads the newest list of checkpoints; an empty one if there is none."""
         name = COMMITS
         for _ in range(_TRIES):
             number = max(self._numbers(self.objects.sizes(COMMITS)), default=0)
             if number == 0:
-                return Commit()
+                return Listing()
             name = f"{COMMITS}{number}"
             if (body := self.objects.read(name, 0, None)) is not None:
                 return _parse(self.place, name, number, body)
@@ -142,7 +142,7 @@ class BucketRun:
 
     def source(self, found: list[Any]) -> "BucketSource":
         """Returns what reads a checkpoint."""
-        return BucketSource(self, Entry(*found))
+        return BucketSource(self, Listed(*found))
 
     def set_aside(self, steps: Sequence[int]) -> None:
         """Sets damaged checkpoints aside: a new list does not count them, and nothing is deleted."""
@@ -183,7 +183,7 @@ class BucketRun:
         """Returns what writes a checkpoint."""
         return BucketTarget(self, step, *begun)
 
-    def commit(self, entry: Entry, keep: int | None) -> Commit:
+    def commit(self, entry: Listed, keep: int | None) -> Listing:
         """Creates the list that contains a new checkpoint."""
         while True:
             head, number = self._head, self._head.number + 1
@@ -191,14 +191,14 @@ class BucketRun:
             earlier = [old for old in head.checkpoints if old.step < entry.step]
             later = tuple(old for old in head.checkpoints if old.step > entry.step)
             kept = (*earlier, entry)[-keep if keep is not None else 0 :]
-            changed = Commit(number, number, _this_process(), kept, head.damaged, head.abandoned + later)
+            changed = Listing(number, number, _this_process(), kept, head.damaged, head.abandoned + later)
             if self._create(changed):
                 return changed
             # A reader may have set a damaged checkpoint aside meanwhile.
             self._head = self.head()
             self._check_alone(self._head)
 
-    def _check_alone(self, head: Commit) -> None:
+    def _check_alone(self, head: Listing) -> None:
         """Raises if another process has saved since this one began."""
         if head.saved != self._known and head.by != _this_process():
             raise ValueError(
@@ -206,13 +206,13 @@ class BucketRun:
                 "stop the other"
             )
 
-    def _create(self, commit: Commit) -> bool:
+    def _create(self, commit: Listing) -> bool:
         """Creates a list; returns False if another has its number."""
         name, body = f"{COMMITS}{commit.number}", _dump(commit)
         # The answer to an earlier try may have been lost.
         return self.objects.create(name, body) or self.objects.read(name, 0, None) == body
 
-    def sweep(self, commit: Commit, entry: Entry) -> None:
+    def sweep(self, commit: Listing, entry: Listed) -> None:
         """Deletes what the newest list does not name: old checkpoints, old lists, and parts of saves that failed."""
         names = self.objects.sizes("")
         newest = commit if max(self._numbers(names), default=0) == commit.number else self.head()
@@ -244,7 +244,7 @@ class BucketSource(NamedTuple):
     """A checkpoint to read."""
 
     run: BucketRun
-    entry: Entry
+    entry: Listed
 
     @property
     def step(self) -> int:
@@ -373,7 +373,7 @@ class BucketTarget:
         sums = _files.sum_lines([*others, *self.send()])
         (self.root / _files.SUMS).write_text(sums)
         self.send()
-        entry = Entry(self._step, self._folder, hashlib.sha256(sums.encode()).hexdigest())
+        entry = Listed(self._step, self._folder, hashlib.sha256(sums.encode()).hexdigest())
         self._is_committing = True
         try:
             commit = self._run.commit(entry, keep)

@@ -64,7 +64,7 @@ class Loaded(NamedTuple):
 
 
 def latest(path: Location) -> int | None:
-    """Returns the step of the newest complete checkpoint in a folder, which may be missing, or None.
+    """Returns the step of the newest complete checkpoint in a folder, which may be missing, or a bucket; or None.
 
     Leftovers of a killed `save`, checkpoints that a roll-back abandoned, and other files do not count. Checksums are
     verified only when a checkpoint is read.
@@ -86,7 +86,7 @@ def restore(path: Location, like: State, *, step: int | None = None) -> State:
     averaged, and values that become per worker are the same on all workers. All processes must call it together.
 
     Args:
-      path: the folder that was passed to `save`.
+      path: the folder or the bucket that was passed to `save`.
       like: a state with the same tree and dtypes, as arrays or as `ShapeDtypeStruct`s, on the mesh (or the simulated
         workers) to continue with; its shardings place the leaves. `jd.init_state` makes one.
       step: which checkpoint; by default the newest.
@@ -96,6 +96,7 @@ def restore(path: Location, like: State, *, step: int | None = None) -> State:
       CheckpointDamagedError: a file has changed since it was written (every file is checked, each by one process), or
         the folder is a copy of another step's.
       CheckpointUnreadableError: a file cannot be read.
+      CheckpointStoreError: the bucket does not answer or refuses.
       CheckpointPeerError: another process failed.
       ValueError: leaves, shapes or dtypes differ from those of `like`; the message names the first.
 
@@ -122,7 +123,7 @@ def resume(
     All processes must call it together.
 
     Args:
-      path: the folder that was passed to `save`; it may be missing.
+      path: the folder or the bucket that was passed to `save`; it may be missing.
       like: the initial state, as for `restore`; arrays, where leaves may be new.
       changed: paths of sub-states whose method may have changed (`("opt",)`). Leaves in them that the checkpoint lacks,
         or has in another shape or dtype, keep their values in `like`, and those that only the checkpoint has are
@@ -136,7 +137,8 @@ def resume(
 
     Raises:
       NoCheckpointLeftError: all checkpoints are damaged, or were set aside as damaged before.
-      CheckpointUnreadableError: as for `restore`. An unreadable checkpoint may be undamaged, and is never skipped.
+      CheckpointUnreadableError, CheckpointStoreError: as for `restore`. An unreadable checkpoint may be undamaged, and
+        is never skipped.
       CheckpointDamagedError, CheckpointPeerError, ValueError: as for `restore`, outside of `changed`.
 
     Examples:

@@ -41,13 +41,15 @@ def save(path: Location, state: State, step: SupportsIndex, *, data: Any = None,
     """Writes a state to `path/<step>` atomically and returns that folder: `latest` and `restore` never see a part.
 
     Every leaf is written under its path in the tree, by the processes that hold it, with a checksum of every file.
-    Process 0 commits by renaming the folder once all processes have written. All processes must call it together, with
-    a path on a shared file system. If one of them fails, the others raise an error within seconds.
+    Process 0 commits, by a rename or, in a bucket, by creating one object, once all processes have written. All must
+    call it together, with a path on a shared file system or a bucket. If one fails, the others raise within seconds.
 
     The run continues from this checkpoint: those of later steps are set aside as `<step>.abandoned`.
 
     Args:
-      path: the folder of a run's checkpoints; created if it is missing.
+      path: the folder of a run's checkpoints, created if it is missing; or a bucket: a URL (`s3://`, `gs://`, `az://`,
+        `memory:///`), a store of obstore, or an `islands.SharedStore`. Of a bucket the result is the name of the
+        checkpoint there, as text.
       state: any pytree of arrays and typed keys, marks included.
       step: the number of steps that the state has done. A checkpoint of the same step is replaced once the new one is
         complete.
@@ -61,11 +63,12 @@ def save(path: Location, state: State, step: SupportsIndex, *, data: Any = None,
       CheckpointFullError: no space is left; the part that was written is deleted.
       OSError: other errors of the disk.
       CheckpointPeerError: another process failed.
-      ImportError: orbax is not installed (the extra `train`).
-      ValueError: a negative step, `keep` below 1, `data` that is not JSON, a `path` that is a URL, two leaves with one
-        name (`{"a.b": x, "a": {"b": y}}`), a leaf that JAX or the format would convert (64 bits of NumPy while JAX has
-        32, `uint4`), that was donated or, in a job of several processes, not placed; or the folder is being written, by
-        another process or by `writing` around the call.
+      CheckpointStoreError: the bucket does not answer or refuses.
+      ImportError: orbax (the extra `train`) or, for a bucket, obstore (the extra `islands`) is not installed.
+      ValueError: a negative step, `keep` below 1, `data` that is not JSON, two leaves with one name
+        (`{"a.b": x, "a": {"b": y}}`), a leaf that JAX or the format would convert (64 bits of NumPy while JAX has 32,
+        `uint4`), that was donated or, in a job of several processes, not placed; or another process, or `writing`
+        around the call, writes there.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
@@ -91,16 +94,17 @@ def save(path: Location, state: State, step: SupportsIndex, *, data: Any = None,
 def writing(path: Location, *, keep: int | None = None) -> Iterator[Writer]:
     """Writes checkpoints concurrently with training. Leaving the block waits for the last one, also after an exception.
 
-    A save interrupts training only for the copy into host memory. Writing, checksums and the commit run in a thread.
-    Until the commit, host memory holds an additional copy of the state.
+    A save interrupts training only for the copy into host memory. Writing, checksums, the upload into a bucket and the
+    commit run in a thread. Until the commit, host memory holds an additional copy of the state.
 
     Args:
-      path: the folder of a run's checkpoints, as for `save`; created at once if it is missing, and leftovers of killed
-        processes are deleted. One writer at a time.
+      path: the folder of a run's checkpoints or a bucket, as for `save`; a folder is created at once if it is missing,
+        and leftovers of killed processes are deleted. One writer at a time.
       keep: how many checkpoints to keep, as for `save`.
 
     Raises:
       CheckpointPeerError: process 0 cannot write into the folder.
+      CheckpointStoreError: as for `save`.
       OSError: the path is not a folder, or the folder cannot be created. Other errors are those of `save`.
 
     Examples:
