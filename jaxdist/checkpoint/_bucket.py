@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from .errors import CheckpointStoreError
@@ -44,6 +44,8 @@ class Objects(NamedTuple):
 
 def is_bucket(path: Any) -> bool:
     """Returns whether a place for checkpoints is a URL or a store, and not a folder."""
+    if isinstance(path, PurePath) and path.parts and path.parts[0] in ("s3:", "gs:", "az:", "memory:"):
+        raise ValueError(f"pathlib makes {path} of a URL, with one slash: pass the URL as text")
     return not isinstance(path, str | os.PathLike) or ("://" in str(path) and not str(path).startswith("file://"))
 
 

@@ -41,6 +41,8 @@ _TRIES = 10
 # The beginning of the names of temporary folders, and the lock in each.
 STAGED, LOCK = "jaxdist-checkpoint-", ".lock"
 
+# Containers that share a host name may have equal process numbers.
+_TOKEN = uuid.uuid4().hex[:8]
 # The runs that this process writes, as those of `_files`.
 _written: set[tuple[str, int]] = set()
 _guard = threading.Lock()
@@ -69,7 +71,7 @@ class Listing(NamedTuple):
 
 
 def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    return f"process {os.getpid()} on {socket.gethostname()}, {_TOKEN}"
 
 
 def _dump(commit: Listing) -> bytes:
@@ -110,11 +112,13 @@ class BucketRun:
         # The list to which a save adds its checkpoint.
         self._head = Listing()
 
-    def head(self) -> Listing:
-        """Reads the newest list of checkpoints; an empty one if there is none."""
+    def head(self, least: int = 0) -> Listing:
+        """Reads the newest list of checkpoints; an empty one if there is none. That of number `least` is known."""
         name = COMMITS
         for _ in range(_TRIES):
             number = max(self._numbers(self.objects.sizes(COMMITS)), default=0)
+            # A listing may be older than the name that another has just created.
+            number = max(number, least)
             if number == 0:
                 return Listing()
             name = f"{COMMITS}{number}"
@@ -153,7 +157,7 @@ class BucketRun:
             damaged = base.damaged + going
             if not going or self._create(base._replace(number=base.number + 1, checkpoints=left, damaged=damaged)):
                 return
-            base = self.head()
+            base = self.head(base.number + 1)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -195,7 +199,7 @@ class BucketRun:
             if self._create(changed):
                 return changed
             # A reader may have set a damaged checkpoint aside meanwhile.
-            self._head = self.head()
+            self._head = self.head(number)
             self._check_alone(self._head)
 
     def _check_alone(self, head: Listing) -> None:
@@ -215,7 +219,7 @@ class BucketRun:
     def sweep(self, commit: Listing, entry: Listed) -> None:
         """Deletes what the newest list does not name: old checkpoints, old lists, and parts of saves that failed."""
         names = self.objects.sizes("")
-        newest = commit if max(self._numbers(names), default=0) == commit.number else self.head()
+        newest = commit if max(self._numbers(names), default=0) <= commit.number else self.head()
         if entry not in (*newest.checkpoints, *newest.damaged, *newest.abandoned):
             # The number had been used by another writer, and deleted, before: the list of this one is not the newest.
             self._check_alone(newest)

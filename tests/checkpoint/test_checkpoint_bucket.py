@@ -4,6 +4,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -134,14 +136,15 @@ def copy(names):
     return store
 
 
-def count_requests(function, store):
+def requests_of(function, store):
+    """The names of the requests."""
     calls = []
     function(wrap(store, lambda number, name, function, arguments: (calls.append(name), function(*arguments))[1]))
-    return len(calls)
+    return calls
 
 
 def test_a_death_before_any_request_leaves_the_old_or_the_new(three):
-    total, committed = count_requests(saving, copy(three)), []
+    total, committed = len(requests_of(saving, copy(three))), []
     for moment in range(total):
         store = copy(three)
         with pytest.raises(KilledError):
@@ -263,7 +266,7 @@ def test_a_damaged_list_is_named_and_no_run_begins_anew(three, body):
 
 def test_a_reader_beside_a_writer_gets_one_whole(three):
     """Before each of its requests all that it may have begun to read is replaced."""
-    total = count_requests(scale_of, copy(three))
+    total = len(requests_of(scale_of, copy(three)))
     for moment in range(total):
         store = copy(three)
 
@@ -295,9 +298,9 @@ def another(monkeypatch, name="process 1 elsewhere"):
 
 
 def test_of_two_writers_the_second_to_commit_is_refused(three, monkeypatch):
-    """At whatever request of the first the second one saves."""
-    total, won = count_requests(saving, copy(three)), []
-    for moment in range(total):
+    """At whatever request of the first the second one saves; of many uploads in a row the first stands for all."""
+    names, won = requests_of(saving, copy(three)), []
+    for moment in [number for number, name in enumerate(names) if name != [None, *names][number]]:
         store = copy(three)
 
         def around(number, name, function, arguments, store=store, moment=moment):
@@ -335,6 +338,31 @@ def test_a_writer_that_slept_for_long_destroys_nothing(three, monkeypatch):
     with pytest.raises(ValueError, match="another process writes checkpoints"):
         saving(store._replace(create=create))
     assert [scale_of(store, step=step) for step, *_ in _bucket_run.BucketRun(store).look()[0]] == [20, 30, 40, 50, 60]
+
+
+def test_a_save_under_way_is_not_swept(three):
+    """It begins after another writer's commit, and before that one looks what it may delete."""
+    store, began, swept = copy(three), threading.Event(), threading.Event()
+
+    def second(number, name, function, arguments):
+        if name == "create":
+            began.set()
+            assert swept.wait(60)
+        return function(*arguments)
+
+    def first(number, name, function, arguments):
+        if name == "list" and arguments == ("",):
+            later = pool.submit(checkpoint.save, wrap(store, second), times(50), 50)
+            assert began.wait(60)
+            laters.append(later)
+        return function(*arguments)
+
+    laters = []
+    with ThreadPoolExecutor(1) as pool:
+        saving(wrap(store, first))
+        swept.set()
+        laters[0].result()
+    assert [scale_of(store, step=step) for step in (15, 20, 50)] == [15, 9, 50]
 
 
 def test_a_writer_and_another_job_that_sets_a_damaged_one_aside(three, monkeypatch):
@@ -386,6 +414,8 @@ def test_credentials_buckets_and_addresses(s3_server, monkeypatch):  # noqa: F81
         checkpoint.latest("nonsense://bucket")
     with pytest.raises(ValueError, match="checkpoints need a folder, a URL, a store"):
         checkpoint.latest(7)
+    with pytest.raises(ValueError, match="pass the URL as text"):
+        checkpoint.latest(pathlib.Path("s3://bucket/run"))
 
 
 def test_a_url_takes_its_options_from_the_environment(s3_server, monkeypatch):  # noqa: F811
