@@ -265,10 +265,12 @@ def _all_or_nothing(together: Together, target: FolderTarget | BucketTarget, ste
         with together, _translate_errors(target.root, step):
             yield
     except BaseException:
-        if jax.process_index() == 0:
-            together.settle()
-            target.discard()
-        target.close()
+        try:
+            if jax.process_index() == 0:
+                together.settle()
+                target.discard()
+        finally:
+            target.close()
         raise
 
 
