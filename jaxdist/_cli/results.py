@@ -135,24 +135,25 @@ def running_mean(values: Sequence[float], window: int) -> np.ndarray:
         return (sums[places + right + 1] - sums[places - left]) / (left + right + 1)
 
 
-def save(directory: str | Path, state: State, step: int = 0) -> Path:
-    """Writes the state after this many steps, and returns the absolute path of the folder."""
-    return checkpoint.save(directory, state, step=step, keep=KEPT).parent
+def save(place: str | Path, state: State, step: int = 0) -> str | Path:
+    """Writes the state after this many steps into a folder or a bucket, and returns that."""
+    checkpoint.save(place, state, step=step, keep=KEPT)
+    return place
 
 
 @contextmanager
-def background_saver(directory: str | Path) -> Iterator[Callable[[State, int], None]]:
+def background_saver(place: str | Path) -> Iterator[Callable[[State, int], None]]:
     """Saves during training: yields `save(state, steps)`, with the number of steps that led to the state."""
-    with checkpoint.writing(directory, keep=KEPT) as writer:
+    with checkpoint.writing(place, keep=KEPT) as writer:
         yield lambda state, steps: writer.save(state, steps, data={"steps": steps})
 
 
-def restore(directory: str | Path, like: State) -> State:
+def restore(place: str | Path, like: State) -> State:
     """Reads a state that `save` wrote, equal in every bit; `like` has its tree, dtypes and shardings."""
-    return checkpoint.restore(directory, like)
+    return checkpoint.restore(place, like)
 
 
-def resume_run(directory: str | Path, run: Run) -> Run:
+def resume_run(place: str | Path, run: Run) -> Run:
     """Continues a run from its checkpoint, on any number of workers; returns it unchanged if there is none."""
-    found = checkpoint.resume(directory, run.state)
+    found = checkpoint.resume(place, run.state)
     return run._replace(state=found.state, first=found.data["steps"] if found.data else run.first)

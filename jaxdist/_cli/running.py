@@ -51,7 +51,7 @@ class Options:
     workload: Literal["text", "digits"] = "text"
     """text: Python's own source; digits: handwritten ones."""
     model: Text = None
-    """gpt:demo for text (or tiny, small, medium, large; also gpt:demo,layers=4), convnet:32 for digits."""
+    """text: gpt:demo, tiny to large, gpt:demo,layers=4; digits: convnet:32."""
     steps: int = 200
     """Number of training steps."""
     batch: int = 32
@@ -118,7 +118,7 @@ def new_progress(console: Console, count: type[ProgressColumn], width: int) -> P
     return Progress(name, BarColumn(width), count(table_column=Column(no_wrap=True)), now, console=console)
 
 
-def print_paths(console: Console, **paths: Path) -> None:
+def print_paths(console: Console, **paths: Path | str) -> None:
     """Prints each path behind its name, without wrapping."""
     for name, path in paths.items():
         console.print(f"{name}: {shorten(path)}", highlight=False, soft_wrap=True)
@@ -131,8 +131,10 @@ def print_figure(console: Console, options: Options, figure: Path) -> None:
         webbrowser.open(figure.absolute().as_uri())
 
 
-def shorten(path: Path) -> Path:
-    """The path from the working directory, if it is inside."""
+def shorten(path: Path | str) -> Path | str:
+    """The path from the working directory, if it is inside; a URL as it is."""
+    if isinstance(path, str):
+        return path
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

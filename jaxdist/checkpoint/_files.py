@@ -35,10 +35,7 @@ _guard = threading.Lock()
 
 def root_of(path: str | Path) -> Path:
     """Returns the absolute path of the folder that a user names."""
-    # Object stores have no atomic rename, with which a checkpoint is committed.
-    if "://" in str(path):
-        raise ValueError(f"checkpoints need a folder of a file system that can rename, got {path}")
-    return Path(path).expanduser().absolute()
+    return Path(str(path).removeprefix("file://")).expanduser().absolute()
 
 
 def steps(root: Path) -> list[int]:
@@ -175,7 +172,7 @@ def commit(root: Path, step: int, manifest: str, keep: int | None) -> None:
     # them, even if this process dies before it has set them aside: a journal lists them.
     if later := [other for other in steps(root) if other > step]:
         # The stamp ties the journal to this very checkpoint: it is void if the rename below never happens.
-        _write(root / JOURNAL, json.dumps({"by": step, "stamp": _digest(unfinished / SUMS), "steps": later}))
+        _write(root / JOURNAL, json.dumps({"by": step, "stamp": digest(unfinished / SUMS), "steps": later}))
         _sync(root)
     if is_folder(folder):
         _drop(folder, REPLACED, then=lambda: unfinished.rename(folder))
@@ -204,7 +201,7 @@ def _steps_to_abandon(root: Path) -> list[int]:
     try:
         journal = json.loads((root / JOURNAL).read_text())
         folder = folder_of(root, journal["by"])
-        return journal["steps"] if _digest(folder / SUMS) == journal["stamp"] else []
+        return journal["steps"] if digest(folder / SUMS) == journal["stamp"] else []
     except (FileNotFoundError, NotADirectoryError, ValueError):
         # No journal, half of one, or no commit.
         return []
@@ -238,7 +235,7 @@ def read_sums(folder: Path) -> list[tuple[str, str]]:
         found = [(line[:64], line[66:]) for line in lines]
         # Names must not lead out of the folder.
         inside = not any(Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name for _, name in found)
-        whole = last == _seal(lines) and inside
+        whole = last == seal(lines) and inside
     except ValueError:
         # Empty, or not text.
         whole, found = False, []
@@ -250,20 +247,25 @@ def read_sums(folder: Path) -> list[tuple[str, str]]:
 def check(folder: Path, files: list[tuple[str, str]], part: int, parts: int) -> None:
     """Checks that files are unchanged since they were written: one in `parts`, from `part` on."""
     # Each file is read by one process: a shared disk is read once.
-    for digest, name in files[part::parts]:
+    for checksum, name in files[part::parts]:
         if not _is_file(folder / name):
             raise CheckpointDamagedError(folder / name, int(folder.stem), GONE)
-        if _digest(folder / name) != digest:
+        if digest(folder / name) != checksum:
             raise CheckpointDamagedError(folder / name, int(folder.stem), ALTERED)
 
 
 def _sum_files(folder: Path) -> str:
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    lines = [f"{_digest(folder / name)}  {name}" for name in names]
-    return "\n".join([*lines, _seal(lines)]) + "\n"
+    return sum_lines([[digest(folder / name), name] for name in names])
 
 
-def _seal(lines: list[str]) -> str:
+def sum_lines(files: list[list[str]]) -> str:
+    """Returns the text of the checksums of files, each given as its checksum and its name."""
+    lines = [f"{checksum}  {name}" for checksum, name in sorted(files, key=lambda file: file[1])]
+    return "\n".join([*lines, seal(lines)]) + "\n"
+
+
+def seal(lines: list[str]) -> str:
     """The checksum of the list itself, as a line that `sha256sum` ignores as a comment."""
     return "# " + hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -288,7 +290,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _digest(file: Path) -> str:
+def digest(file: Path) -> str:
+    """Returns the checksum of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

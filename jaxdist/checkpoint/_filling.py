@@ -32,13 +32,16 @@ class Filled(NamedTuple):
     converted: tuple[str, ...]
 
 
-def fill(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]) -> Filled:
-    """Reads a checkpoint into the shardings of `like`. Leaves that do not fit must be in `changed`, and stay new."""
+def fill(folder: Path, shown: Path | str, manifest: Manifest, like: State, changed: Sequence[str]) -> Filled:
+    """Reads a checkpoint into the shardings of `like`. Leaves that do not fit must be in `changed`, and stay new.
+
+    Its files are in `folder`; `shown` is what messages call the checkpoint.
+    """
     stored, wanted = manifest.leaves, name_leaves(like)
-    unfit = {name: why for name in wanted if (why := _why_unfit(name, stored.get(name), wanted[name], folder))}
+    unfit = {name: why for name in wanted if (why := _why_unfit(name, stored.get(name), wanted[name], shown))}
     if manifest.packing != PACKING:
-        unfit |= {name: _other_packing(name, folder) for name in packed_leaves(like) if name not in unfit}
-    other = f"{folder} is a checkpoint of another state"
+        unfit |= {name: _other_packing(name, shown) for name in packed_leaves(like) if name not in unfit}
+    other = f"{shown} is a checkpoint of another state"
     unfit |= {name: f"{other}: it also has `{name}`" for name in stored if name not in wanted}
     _check_changed(unfit, wanted, changed)
     # Leaves with unchanged shape and marks go straight to their devices; the others by way of host memory.
@@ -106,13 +109,13 @@ def _mismatch(folder: Path, name: str) -> CheckpointDamagedError:
     return CheckpointDamagedError(folder / MANIFEST, int(folder.stem), what)
 
 
-def _why_unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], folder: Path) -> str:
+def _why_unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], shown: Path | str) -> str:
     """Returns why a leaf cannot be filled; empty if it can."""
     marks, leaf = now
     if was is None:
-        return f"{folder} is a checkpoint of another state: it lacks `{name}`"
+        return f"{shown} is a checkpoint of another state: it lacks `{name}`"
     if was.dtype != str(leaf.dtype):
-        return f"leaf `{name}` of {folder} is {was.dtype}, the state to fill has {leaf.dtype}"
+        return f"leaf `{name}` of {shown} is {was.dtype}, the state to fill has {leaf.dtype}"
     if whole_shape(was.marks, was.shape) != whole_shape(marks, leaf.shape):
         return (
             f"leaf `{name}` was saved as {list(was.shape)}, the state to fill has {list(leaf.shape)}, and the number "
@@ -121,9 +124,9 @@ def _why_unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], f
     return ""
 
 
-def _other_packing(name: str, folder: Path) -> str:
+def _other_packing(name: str, shown: Path | str) -> str:
     return (
-        f"leaf `{name}` of {folder} has packed codes in the order of another version of jaxdist: read it with that "
+        f"leaf `{name}` of {shown} has packed codes in the order of another version of jaxdist: read it with that "
         "version and save what it decodes to, or let the leaf be new, with changed= of resume"
     )
 

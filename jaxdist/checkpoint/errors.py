@@ -16,10 +16,10 @@ class CheckpointDamagedError(Portable, ValueError):
     """A checkpoint has changed since it was written: a file is missing or altered, or the folder is a copy of another.
 
     Use an older checkpoint: `resume(..., skip_damaged=True)` takes the newest undamaged one. `file` is the damaged file
-    of the checkpoint of `step`, and `what` the damage, as the end of a sentence about the file.
+    of the checkpoint of `step` (a path, or text in a bucket), and `what` the damage, as the end of a sentence about it.
     """
 
-    def __init__(self, file: Path, step: int, what: str):
+    def __init__(self, file: Path | str, step: int, what: str):
         super().__init__(
             f"checkpoint {step} is damaged: {file} {what}; restore an older step, or resume with skip_damaged=True"
         )
@@ -32,7 +32,7 @@ class NoCheckpointLeftError(CheckpointDamagedError):
     `file`, `step` and `what` are those of the newest one.
     """
 
-    def __init__(self, file: Path, step: int, what: str):
+    def __init__(self, file: Path | str, step: int, what: str):
         ValueError.__init__(
             self,
             f"all checkpoints of the run are damaged, the newest of step {step}: {file} {what}; restore one from a "
@@ -58,11 +58,23 @@ class CheckpointUnreadableError(Portable, OSError):
 class CheckpointFullError(Portable, OSError):
     """No space for checkpoint `step` in `path`: a full disk, a quota or a limit (`errno`). Earlier ones are intact."""
 
-    def __init__(self, path: Path, step: int, number: int):
+    def __init__(self, path: Path | str, step: int, number: int):
         super().__init__(
             number, f"{os.strerror(number)}: no space for checkpoint {step} in {path}; free some, or keep fewer (keep=)"
         )
         self.path, self.step = path, step
+
+
+class CheckpointStoreError(Portable, OSError):
+    """A bucket of checkpoints does not answer, or refuses: credentials, rights, a wrong name, the network.
+
+    Nothing is known about the checkpoints in it, so that `resume` skips none and starts no run over. A save that ends
+    so is not committed, unless the answer to the commit itself was lost; `latest` tells. `url` is the bucket.
+    """
+
+    def __init__(self, url: str, problem: str, cure: str):
+        super().__init__(f"{url} cannot be used for checkpoints: {problem}; {cure}")
+        self.url, self.problem, self.cure = url, problem, cure
 
 
 class CheckpointPeerError(Portable, RuntimeError):

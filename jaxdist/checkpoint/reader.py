@@ -6,14 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from .._core.types import State
 from . import _files, _manifest
+from ._bucket_run import BucketSource
 from ._filling import fill, read_to_host
 from ._manifest import Manifest
+from ._runs import FolderSource, Location, open_run
 from ._together import Together
-from .errors import CheckpointDamagedError, CheckpointUnreadableError, NoCheckpointLeftError, number_of
+from .errors import (
+    CheckpointDamagedError,
+    CheckpointStoreError,
+    CheckpointUnreadableError,
+    NoCheckpointLeftError,
+    number_of,
+)
 
 # How often a reader starts over after a writer has deleted the checkpoint that it was reading.
 _TRIES = 10
@@ -57,8 +63,8 @@ class Loaded(NamedTuple):
     data: Any
 
 
-def latest(path: str | Path) -> int | None:
-    """Returns the step of the newest complete checkpoint in a folder, which may be missing, or None.
+def latest(path: Location) -> int | None:
+    """Returns the step of the newest complete checkpoint in a folder, which may be missing, or a bucket; or None.
 
     Leftovers of a killed `save`, checkpoints that a roll-back abandoned, and other files do not count. Checksums are
     verified only when a checkpoint is read.
@@ -68,10 +74,10 @@ def latest(path: str | Path) -> int | None:
       >>> jd.checkpoint.latest("nowhere") is None
       True
     """
-    return max(_files.steps(_files.root_of(path)), default=None)
+    return max((step for step, *_ in open_run(path).look()[0]), default=None)
 
 
-def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
+def restore(path: Location, like: State, *, step: int | None = None) -> State:
     """Reads a state that `save` wrote, for the number of workers that `like` has.
 
     Replicated leaves are restored bit for bit. If the number of workers has changed, `Sharded` leaves are resharded and
@@ -80,7 +86,7 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
     averaged, and values that become per worker are the same on all workers. All processes must call it together.
 
     Args:
-      path: the folder that was passed to `save`.
+      path: the folder or the bucket that was passed to `save`.
       like: a state with the same tree and dtypes, as arrays or as `ShapeDtypeStruct`s, on the mesh (or the simulated
         workers) to continue with; its shardings place the leaves. `jd.init_state` makes one.
       step: which checkpoint; by default the newest.
@@ -90,6 +96,7 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
       CheckpointDamagedError: a file has changed since it was written (every file is checked, each by one process), or
         the folder is a copy of another step's.
       CheckpointUnreadableError: a file cannot be read.
+      CheckpointStoreError: the bucket does not answer or refuses.
       CheckpointPeerError: another process failed.
       ValueError: leaves, shapes or dtypes differ from those of `like`; the message names the first.
 
@@ -100,11 +107,11 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
       >>> jd.checkpoint.restore(folder, jd.place({"w": jnp.zeros(3)}, 4))["w"].tolist()
       [0.0, 1.0, 2.0]
     """
-    return _read_one(path, step, lambda folder, manifest: fill(folder, manifest, like, ()).state)
+    return _read_one(path, step, lambda folder, name, manifest: fill(folder, name, manifest, like, ()).state)
 
 
 def resume(
-    path: str | Path,
+    path: Location,
     like: State,
     *,
     changed: Sequence[str] = (),
@@ -116,7 +123,7 @@ def resume(
     All processes must call it together.
 
     Args:
-      path: the folder that was passed to `save`; it may be missing.
+      path: the folder or the bucket that was passed to `save`; it may be missing.
       like: the initial state, as for `restore`; arrays, where leaves may be new.
       changed: paths of sub-states whose method may have changed (`("opt",)`). Leaves in them that the checkpoint lacks,
         or has in another shape or dtype, keep their values in `like`, and those that only the checkpoint has are
@@ -130,7 +137,8 @@ def resume(
 
     Raises:
       NoCheckpointLeftError: all checkpoints are damaged, or were set aside as damaged before.
-      CheckpointUnreadableError: as for `restore`. An unreadable checkpoint may be undamaged, and is never skipped.
+      CheckpointUnreadableError, CheckpointStoreError: as for `restore`. An unreadable checkpoint may be undamaged, and
+        is never skipped.
       CheckpointDamagedError, CheckpointPeerError, ValueError: as for `restore`, outside of `changed`.
 
     Examples:
@@ -149,36 +157,39 @@ def resume(
     with Together(f"resume from {path}") as together:
         if isinstance(changed, str):
             raise ValueError(f"changed is a sequence of paths, got {changed!r}: write changed=({changed!r},)")
-        root = _files.root_of(path)
-        steps, before = together.first(lambda: (_files.steps(root), _files.list_damaged_steps(root)))
+        run = open_run(path)
+        complete, before = together.first(run.look)
         # The newest first; every process takes part in checking each of them.
-        for step in reversed(steps):
-            try:
-                folder = _files.folder_of(root, step)
-                manifest = _open(folder, together)
-            except CheckpointDamagedError as error:
-                if not skip_damaged:
-                    raise
-                damaged.append(error)
-                continue
-            with _translate_errors(folder):
-                filled = fill(folder, manifest, like, changed)
-            found = Resumed(filled.state, step, manifest.data, filled.new, filled.dropped, filled.converted)
+        for one in reversed(complete):
+            source = run.source(one)
+            with source.open() as folder:
+                try:
+                    manifest = _open(source, folder, together)
+                except CheckpointDamagedError as error:
+                    if not skip_damaged:
+                        raise
+                    damaged.append(error)
+                    continue
+                with _translate_errors(folder, source.step):
+                    filled = fill(folder, source.name(""), manifest, like, changed)
+            found = Resumed(filled.state, source.step, manifest.data, filled.new, filled.dropped, filled.converted)
             # Until all processes have read it: a writer that starts earlier might delete the files.
             together.all()
             break
         else:
             if not allow_fresh_start and (damaged or before):
-                file, what = (damaged[0].file, damaged[0].what) if damaged else (root, "has it set aside as damaged")
-                raise NoCheckpointLeftError(file, (steps or before)[-1], what)
+                file, what = (
+                    (damaged[0].file, damaged[0].what) if damaged else (run.place, "has it set aside as damaged")
+                )
+                raise NoCheckpointLeftError(file, damaged[0].step if damaged else before[-1], what)
             found = Resumed(like, 0)
         if damaged:
-            together.first(lambda: _set_aside(root, [error.step for error in damaged]))
+            together.first(lambda: run.set_aside([error.step for error in damaged]))
     reasons = tuple(f"{error.file} {error.what}" for error in damaged)
     return found._replace(damaged=tuple(error.step for error in damaged), reasons=reasons)
 
 
-def load(path: str | Path, *, step: int | None = None) -> Loaded:
+def load(path: Location, *, step: int | None = None) -> Loaded:
     """Reads a state as plain NumPy arrays, without a mesh, an accelerator, or the program that made the state.
 
     The leaves are those that were saved, in their marks: per-worker values of all workers, of which `jd.consensus`
@@ -192,7 +203,8 @@ def load(path: str | Path, *, step: int | None = None) -> Loaded:
       [2.0]
     """
 
-    def arrays_of(folder: Path, manifest: Manifest) -> Loaded:
+    def arrays_of(folder: Path, name: Path | str, manifest: Manifest) -> Loaded:
+        del name
         arrays = read_to_host(folder, manifest.leaves)
         state = {name: _manifest.wrap(leaf.marks, arrays[name]) for name, leaf in manifest.leaves.items()}
         return Loaded(state, manifest.step, manifest.data)
@@ -200,79 +212,71 @@ def load(path: str | Path, *, step: int | None = None) -> Loaded:
     return _read_one(path, step, arrays_of)
 
 
-def _read_one(path: str | Path, step: int | None, take: Callable[[Path, Manifest], Any]) -> Any:
+def _read_one(path: Any, step: int | None, take: Callable[[Path, Path | str, Manifest], Any]) -> Any:
     """Reads one checkpoint with `take`. Starts over if a writer deletes or replaces it meanwhile."""
     with Together(f"read a checkpoint in {path}") as together:
         for _ in range(_TRIES):
-            folder = _find(path, step, together)
-            before = _files.stamp(folder)
+            source = _find(path, step, together)
             try:
-                manifest = _open(folder, together)
-                with _translate_errors(folder):
-                    result = take(folder, manifest)
+                with source.open() as folder:
+                    manifest = _open(source, folder, together)
+                    with _translate_errors(folder, source.step):
+                        result = take(folder, source.name(""), manifest)
             except Exception:
                 # Only if the checkpoint itself is at fault: a deleted one fails in many ways.
-                if _is_unchanged(folder, before):
+                if source.is_unchanged():
                     raise
                 continue
             together.all()
-            # A checkpoint of the same step may have replaced this one halfway through.
-            if _is_unchanged(folder, before):
+            if source.is_read():
                 return result
     raise FileNotFoundError(
         f"a checkpoint in {path} was deleted while being read; increase the number of checkpoints to keep"
     )
 
 
-def _is_unchanged(folder: Path, before: bytes | None) -> bool:
-    """Returns whether a checkpoint is still the same. Several processes never start over: not all may have noticed."""
-    if jax.process_count() > 1:
-        return True
-    # Files of a checkpoint under its second name may be being deleted, once a successor has the first.
-    current = _files.folder_of(folder.parent, int(folder.stem))
-    return current == folder and _files.is_folder(folder) and _files.stamp(folder) == before
+def _find(path: Any, step: int | None, together: Together) -> FolderSource | BucketSource:
+    """Returns the newest checkpoint, or that of a step."""
+    run = open_run(path)
 
-
-def _find(path: str | Path, step: int | None, together: Together) -> Path:
-    """Returns the folder of the newest checkpoint, or of a step."""
-    root = _files.root_of(path)
-
-    def look() -> int | None:
-        if step is None:
-            return latest(path)
-        return step if _files.is_folder(_files.folder_of(root, step)) else None
+    def look() -> list[Any] | None:
+        if step is not None:
+            return run.find(step)
+        complete, _ = run.look()
+        return complete[-1] if complete else None
 
     # Process 0 decides: a file system may show a new folder to one process before another.
-    if (number := together.first(look)) is None:
+    if (found := together.first(look)) is None:
         raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {path}")
-    return _files.folder_of(root, number)
+    return run.source(found)
 
 
-def _open(folder: Path, together: Together) -> Manifest:
+def _open(source: FolderSource | BucketSource, folder: Path, together: Together) -> Manifest:
     """Returns the manifest after checking all files; the damage that one process finds is an error in all."""
     # As JSON, sorted by how much it counts: whether unreadable, whether of the checksums, the file, and the damage.
     manifest = wrong = None
     try:
-        with _translate_errors(folder):
-            manifest = _check_files(folder)
+        with _translate_errors(folder, source.step):
+            source.fetch(folder)
+            manifest = _check_files(folder, source.step, *source.part)
     except CheckpointDamagedError as error:
-        wrong = [False, error.file.name == _files.SUMS, os.path.relpath(error.file, folder), error.what]
+        wrong = [False, Path(error.file).name == _files.SUMS, os.path.relpath(error.file, folder), error.what]
     except CheckpointUnreadableError as error:
         wrong = [True, False, os.path.relpath(error.file, folder), error.errno]
     # Unreadable counts more than damaged, and damaged checksums more than any other file.
     if found := [report for report in together.all(wrong) if report]:
         unreadable, _, name, what = max(found, key=lambda report: report[:2])
-        file = Path(os.path.normpath(folder / name))
-        raise (CheckpointUnreadableError if unreadable else CheckpointDamagedError)(file, int(folder.stem), what)
+        if unreadable:
+            raise CheckpointUnreadableError(Path(os.path.normpath(folder / name)), source.step, what)
+        raise CheckpointDamagedError(source.name(os.path.normpath(name)), source.step, what)
     assert manifest is not None
     return manifest
 
 
-def _check_files(folder: Path) -> Manifest:
+def _check_files(folder: Path, step: int, part: int, parts: int) -> Manifest:
     """Checks this process's part of the files and returns the manifest."""
-    step = int(folder.stem)
     try:
-        _files.check(folder, _files.read_sums(folder), jax.process_index(), jax.process_count())
+        _files.check(folder, _files.read_sums(folder), part, parts)
         return _manifest.read(folder / _files.MANIFEST, step)
     except (FileNotFoundError, NotADirectoryError) as error:
         # Deleted since it was listed.
@@ -280,21 +284,15 @@ def _check_files(folder: Path) -> Manifest:
 
 
 @contextlib.contextmanager
-def _translate_errors(folder: Path) -> Iterator[None]:
+def _translate_errors(folder: Path, step: int) -> Iterator[None]:
     """Turns errors of the system into `CheckpointUnreadableError`; a missing file is left to the caller."""
     try:
         yield
-    except CheckpointUnreadableError:
+    except (CheckpointUnreadableError, CheckpointStoreError):
         raise
     except (OSError, ValueError) as error:
         number = number_of(error)
         if number is None or number in _files.MISSING:
             raise
         file = getattr(error, "filename", None) or folder
-        raise CheckpointUnreadableError(Path(file), int(folder.stem), number) from error
-
-
-def _set_aside(root: Path, steps: Sequence[int]) -> None:
-    with _files.lock_unless_held(root):
-        for step in steps:
-            _files.set_aside(root, step, _files.DAMAGED)
+        raise CheckpointUnreadableError(Path(file), step, number) from error

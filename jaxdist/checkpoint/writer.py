@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import operator
 import os
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -17,12 +16,12 @@ from .._core.checks import check_range
 from .._core.trees import is_key
 from .._core.types import Array, State
 from ..state.marks import check_usable
-from . import _files, _manifest
+from . import _manifest
+from ._bucket_run import BucketRun, BucketTarget
 from ._manifest import orbax, path_of
+from ._runs import FolderRun, FolderTarget, Location, open_run
 from ._together import LONGEST_PAUSE, SETTLE_SECONDS, Together
-from .errors import FULL, CheckpointFullError, number_of
-
-VISIBLE_SECONDS = 60.0  # NFS may show a new folder that much later
+from .errors import FULL, CheckpointFullError, CheckpointStoreError, number_of
 
 
 class Writer(NamedTuple):
@@ -38,17 +37,19 @@ class Writer(NamedTuple):
     wait: Callable[[], None]
 
 
-def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = None, keep: int | None = None) -> Path:
+def save(path: Location, state: State, step: SupportsIndex, *, data: Any = None, keep: int | None = None) -> Path | str:
     """Writes a state to `path/<step>` atomically and returns that folder: `latest` and `restore` never see a part.
 
     Every leaf is written under its path in the tree, by the processes that hold it, with a checksum of every file.
-    Process 0 commits by renaming the folder once all processes have written. All processes must call it together, with
-    a path on a shared file system. If one of them fails, the others raise an error within seconds.
+    Process 0 commits, by a rename or, in a bucket, by creating one object, once all processes have written. All must
+    call it together, with a path on a shared file system or a bucket. If one fails, the others raise within seconds.
 
     The run continues from this checkpoint: those of later steps are set aside as `<step>.abandoned`.
 
     Args:
-      path: the folder of a run's checkpoints; created if it is missing.
+      path: the folder of a run's checkpoints, created if it is missing; or a bucket: a URL (`s3://`, `gs://`, `az://`,
+        `memory:///`), a store of obstore, or an `islands.SharedStore`. Of a bucket the result is the name of the
+        checkpoint there, as text.
       state: any pytree of arrays and typed keys, marks included.
       step: the number of steps that the state has done. A checkpoint of the same step is replaced once the new one is
         complete.
@@ -62,11 +63,12 @@ def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = Non
       CheckpointFullError: no space is left; the part that was written is deleted.
       OSError: other errors of the disk.
       CheckpointPeerError: another process failed.
-      ImportError: orbax is not installed (the extra `train`).
-      ValueError: a negative step, `keep` below 1, `data` that is not JSON, a `path` that is a URL, two leaves with one
-        name (`{"a.b": x, "a": {"b": y}}`), a leaf that JAX or the format would convert (64 bits of NumPy while JAX has
-        32, `uint4`), that was donated or, in a job of several processes, not placed; or the folder is being written, by
-        another process or by `writing` around the call.
+      CheckpointStoreError: the bucket does not answer or refuses.
+      ImportError: orbax (the extra `train`) or, for a bucket, obstore (the extra `islands`) is not installed.
+      ValueError: a negative step, `keep` below 1, `data` that is not JSON, two leaves with one name
+        (`{"a.b": x, "a": {"b": y}}`), a leaf that JAX or the format would convert (64 bits of NumPy while JAX has 32,
+        `uint4`), that was donated or, in a job of several processes, not placed; or another process, or `writing`
+        around the call, writes there.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
@@ -83,26 +85,26 @@ def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = Non
     # The lock is taken inside `_begin`, in process 0 alone, and held until the commit.
     with contextlib.ExitStack() as held:
         with together:
-            root, step = _files.root_of(path), operator.index(step)
+            run, step = open_run(path), operator.index(step)
             _check_keep(keep)
-        _begin(together, root, state, step, data, keep, lambda: held.enter_context(_files.lock(root)))()
-    return root / str(step)
+        return _begin(together, run, state, step, data, keep, lambda: held.enter_context(run.lock()))()
 
 
 @contextlib.contextmanager
-def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
+def writing(path: Location, *, keep: int | None = None) -> Iterator[Writer]:
     """Writes checkpoints concurrently with training. Leaving the block waits for the last one, also after an exception.
 
-    A save interrupts training only for the copy into host memory. Writing, checksums and the commit run in a thread.
-    Until the commit, host memory holds an additional copy of the state.
+    A save interrupts training only for the copy into host memory. Writing, checksums, the upload into a bucket and the
+    commit run in a thread. Until the commit, host memory holds an additional copy of the state.
 
     Args:
-      path: the folder of a run's checkpoints, as for `save`; created at once if it is missing, and leftovers of killed
-        processes are deleted. One writer at a time.
+      path: the folder of a run's checkpoints or a bucket, as for `save`; a folder is created at once if it is missing,
+        and leftovers of killed processes are deleted. One writer at a time.
       keep: how many checkpoints to keep, as for `save`.
 
     Raises:
       CheckpointPeerError: process 0 cannot write into the folder.
+      CheckpointStoreError: as for `save`.
       OSError: the path is not a folder, or the folder cannot be created. Other errors are those of `save`.
 
     Examples:
@@ -115,7 +117,7 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
       (30, {'examples': 960})
     """
     together = Together("begin to write checkpoints")
-    pending: list[Future[None]] = []
+    pending: list[Future[Any]] = []
 
     def wait_for_last() -> None:
         while pending:
@@ -127,13 +129,13 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
             # One save at a time: each holds a copy of the state in host memory.
             wait_for_last()
             step = operator.index(step)
-        pending.append(pool.submit(_begin(together, root, state, step, data, keep, lambda: None)))
+        pending.append(pool.submit(_begin(together, run, state, step, data, keep, lambda: None)))
 
     with contextlib.ExitStack() as held:
         with together:
-            root = _files.root_of(path)
+            run = open_run(path)
             _check_keep(keep)
-            together.first(lambda: held.enter_context(_files.lock(root)))
+            together.first(lambda: held.enter_context(run.lock()))
         # A single thread, so that saves are committed in their order.
         pool = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
         try:
@@ -169,15 +171,21 @@ def _check_arrays(arrays: dict[str, Array]) -> None:
 
 
 def _begin(
-    together: Together, root: Path, state: State, step: int, data: Any, keep: int | None, lock: Callable[[], Any]
-) -> Callable[[], None]:
+    together: Together,
+    run: FolderRun | BucketRun,
+    state: State,
+    step: int,
+    data: Any,
+    keep: int | None,
+    lock: Callable[[], Any],
+) -> Callable[[], Path | str]:
     """Copies the state into host memory and starts to write it; returns a function that waits for that and commits."""
 
-    def prepare() -> None:
+    def prepare() -> Any:
         lock()
-        _files.begin(root, step)
+        return run.begin(step)
 
-    with together, _translate_errors(root, step):
+    with together, _translate_errors(run.place, step):
         ocp = orbax()
         check_range("step", step, 0, ends="[]")
         check_usable(state)
@@ -192,31 +200,33 @@ def _begin(
             raise ValueError(
                 f"the processes save different steps, {sorted(steps)}: call save with the same step in all"
             )
-        together.first(prepare)
-    folder = root / f"{step}{_files.UNFINISHED}" / _files.ARRAYS
+        target = run.target(step, together.first(prepare))
     # Not orbax's checkpointer, which would rename the folder itself, after barriers in which the other processes would
     # wait for one that has failed.
     handler = ocp.StandardCheckpointHandler()
     # `async_save` returns futures of the writes once the arrays are in host memory.
-    with _all_or_nothing(together, root, step):
-        _wait_for_folder(folder)
-        written = run(handler.async_save(path_of(folder), args=ocp.args.StandardSave(arrays)))
+    with _all_or_nothing(together, target, step):
+        target.prepare()
+        written = run_to_end(handler.async_save(path_of(target.arrays), args=ocp.args.StandardSave(arrays)))
 
     # Runs in process 0 alone, once all processes have written their parts.
-    def finish() -> None:
-        handler.finalize(path_of(folder))
-        _files.commit(root, step, manifest, keep)
+    def finish(sent: list[Any]) -> None:
+        target.join(sent)
+        handler.finalize(path_of(target.arrays))
+        target.commit(sent, manifest, keep)
 
-    def commit() -> None:
-        with _all_or_nothing(together, root, step), contextlib.closing(handler):
+    def commit() -> Path | str:
+        with _all_or_nothing(together, target, step), contextlib.closing(handler):
             _wait(written, together)
-            together.all()
-            together.first(finish)
+            sent = together.all(target.send())
+            together.first(lambda: finish(sent))
+        target.close()
+        return target.name
 
     return commit
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Runs a coroutine to its end, in a separate thread, since that of a notebook has a running loop already."""
 
     def complete() -> Any:
@@ -228,18 +238,6 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(complete).result()
-
-
-def _wait_for_folder(folder: Path) -> None:
-    """Waits until the folder that process 0 has made is visible to this process."""
-    until = time.monotonic() + VISIBLE_SECONDS
-    while not _files.is_folder(folder):
-        if time.monotonic() > until:
-            raise ValueError(
-                f"process {jax.process_index()} does not see {folder}, which process 0 has made: checkpoints need a "
-                "file system that all processes share"
-            )
-        time.sleep(LONGEST_PAUSE)
 
 
 def _wait(written: Sequence[Any], together: Together) -> None:
@@ -261,27 +259,32 @@ def _wait(written: Sequence[Any], together: Together) -> None:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(together: Together, root: Path, step: int) -> Iterator[None]:
-    """Deletes the folder of a failed save, once no process writes there: a full disk would else stay full."""
+def _all_or_nothing(together: Together, target: FolderTarget | BucketTarget, step: int) -> Iterator[None]:
+    """Deletes what a failed save has written, once no process writes there: a full disk would else stay full."""
     try:
-        with together, _translate_errors(root, step):
+        with together, _translate_errors(target.root, step):
             yield
     except BaseException:
-        if jax.process_index() == 0:
-            together.settle()
-            _files.discard(root, step)
+        try:
+            if jax.process_index() == 0:
+                together.settle()
+                target.discard()
+        finally:
+            target.close()
         raise
 
 
 @contextlib.contextmanager
-def _translate_errors(root: Path, step: int) -> Iterator[None]:
+def _translate_errors(place: Path | str, step: int) -> Iterator[None]:
     """Raises errors of the system with their own types: tensorstore raises ValueError for each of them."""
     try:
         yield
+    except CheckpointStoreError:
+        raise
     except (OSError, ValueError) as error:
         number = number_of(error)
         if number in FULL:
-            raise CheckpointFullError(root, step, number) from error
+            raise CheckpointFullError(place, step, number) from error
         if number is None or isinstance(error, OSError):
             raise
         raise OSError(number, f"{os.strerror(number)}: checkpoint {step} cannot be written: {error}") from error

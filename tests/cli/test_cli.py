@@ -239,6 +239,20 @@ def test_a_finished_run_is_refused_before_anything_is_trained(islands, tmp_path,
     assert results.read_log(log) == [{"kept": True}]
 
 
+def test_train_keeps_its_checkpoints_in_a_bucket(tmp_path, capsys):
+    pytest.importorskip("obstore")
+    url, out = f"memory:///{tmp_path.name}", tmp_path / "out"
+    arguments = ["train", *TINY, "--devices", "1", "--no-baseline", "--out", str(out), "--checkpoint", url, "--resume"]
+    assert cli.main(arguments) == 0
+    assert f"no checkpoint in {url}: starting from step 0" in capsys.readouterr().out
+    assert (jd.checkpoint.latest(url), (out / "checkpoint").exists()) == (3, False)
+    assert cli.main(arguments) == 2
+    assert "has already done 3 steps" in capsys.readouterr().err
+    # A store that fails is one line.
+    assert cli.main([*arguments[:-1], "--resume", "--checkpoint", "nonsense://bucket"]) == 2
+    assert "nonsense://bucket is no URL of a bucket" in capsys.readouterr().err
+
+
 def test_a_finished_run_on_disk_is_refused_before_its_baseline_is_trained(tmp_path, monkeypatch, capsys):
     optimizer = offload.nvme(optax.sgd(0.1), offload.Store(tmp_path / "disk"))
     params = optimizer.init({"x": np.zeros(2, np.float32)})

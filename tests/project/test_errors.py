@@ -33,6 +33,7 @@ RAISED = [
     checkpoint_errors.CheckpointDamagedError(FILE, 5, "is missing"),
     checkpoint_errors.CheckpointFullError(FILE, 5, errno.ENOSPC),
     checkpoint_errors.CheckpointPeerError("process 1 could not save step 5", 1),
+    checkpoint_errors.CheckpointStoreError("s3://bucket/run", "403", "check the credentials"),
     checkpoint_errors.CheckpointUnreadableError(FILE, 5, errno.EIO),
     checkpoint_errors.NoCheckpointLeftError(FILE, 5, "is missing"),
     cluster.AgreementError("no", (1, 2)),

@@ -77,7 +77,9 @@ class TrainOptions(Options):
     save_every: Integer = None
     """Also save after every so many steps, in the background."""
     resume: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
-    """Continue from the checkpoint in --out, until --steps in total."""
+    """Continue from the last checkpoint, until --steps in total."""
+    checkpoint: Text = None
+    """Folder or bucket of the checkpoints. Default: checkpoint/ in --out."""
     islands: Text = None
     """With --sync: meet other jobs in this folder or bucket, as one worker."""
     name: Text = None
@@ -123,7 +125,7 @@ def run_train(chosen: TrainOptions) -> None:
                 _train_on_mesh(chosen)
         # Raised through the block of the saver, which waits for the checkpoint.
         except StoppedError as stopped:
-            where = f"the checkpoint is in {shorten(chosen.out.absolute() / 'checkpoint')}, --resume continues from it"
+            where = f"the checkpoint is in {shorten(_checkpoints_of(chosen))}, --resume continues from it"
             print(f"jaxdist: stopped after step {stopped.step} of {chosen.steps}: {where}", file=sys.stderr)
 
 
@@ -141,13 +143,13 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     # Plain all-reduce with its state on the device is the baseline of an offloaded run too.
     baselines = prepare_runs(names, chosen, workload, mesh)
     runs = prepare_runs([spelling], chosen, workload, mesh, offload=offload)
-    folder = (chosen.out / "checkpoint").absolute()
-    _check_resume(chosen, folder, offload)
+    place = _checkpoints_of(chosen)
+    _check_resume(chosen, place, offload)
     if offload is not None and offload.folder is not None:
         # Where it cannot be made, the baseline need not be trained.
         offload.folder.mkdir(parents=True, exist_ok=True)
     finished, log_path = [], path_in(chosen.out, "log.jsonl")
-    with results.open_log(log_path, append=chosen.resume) as log, results.background_saver(folder) as save:
+    with results.open_log(log_path, append=chosen.resume) as log, results.background_saver(place) as save:
         for name, run in baselines:
             try:
                 # The state is dropped at once: the next run needs the memory.
@@ -157,9 +159,9 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
         for name, run in runs:
             try:
                 if chosen.resume:
-                    if checkpoint.latest(folder) is None:
-                        console.print(f"no checkpoint in {shorten(folder)}: starting from step 0", highlight=False)
-                    run = results.resume_run(folder, run)
+                    if checkpoint.latest(place) is None:
+                        console.print(f"no checkpoint in {shorten(place)}: starting from step 0", highlight=False)
+                    run = results.resume_run(place, run)
                 settings = {"save": save, "save_every": chosen.save_every}
                 result, state = train_to_end(name, run, chosen, workload, log, console, **settings)
                 # In the background too: leaving the outer block waits for it.
@@ -172,16 +174,23 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     plot = losses.draw_train(finished[-1], baseline, chosen.out / "loss.png", **labels)
     print_table(console, tables.runs_table(finished, baseline))
     _print_savings(console, finished[-1], baseline)
-    print_paths(console, log=log_path, checkpoint=folder)
+    print_paths(console, log=log_path, checkpoint=place)
     print_figure(console, chosen, plot)
 
 
-def _check_resume(chosen: TrainOptions, folder: Path, offload: Offload | None = None) -> None:
+def _checkpoints_of(chosen: TrainOptions) -> Path | str:
+    """The folder or the URL of the checkpoints."""
+    if chosen.checkpoint is not None and "://" in chosen.checkpoint:
+        return chosen.checkpoint
+    return (chosen.out / "checkpoint" if chosen.checkpoint is None else Path(chosen.checkpoint)).absolute()
+
+
+def _check_resume(chosen: TrainOptions, place: Path | str, offload: Offload | None = None) -> None:
     """Raises ValueError, before anything is trained, if the run to continue is complete."""
     # A folder with the state of an optimizer is continued without --resume.
     done = committed_step(offload.folder) if offload is not None and offload.folder is not None else 0
     if chosen.resume:
-        done = checkpoint.latest(folder) or 0
+        done = checkpoint.latest(place) or 0
     check_steps_left(done, chosen.steps)
 
 
@@ -197,8 +206,8 @@ def _train_on_island(chosen: TrainOptions) -> None:
     name = chosen.name or platform.node()
     # Each island draws batches of its own; all of them take the parameters of the run.
     settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": zlib.crc32(name.encode(), chosen.seed)}
-    folder = (chosen.out / "checkpoint").absolute()
-    _check_resume(chosen, folder)
+    place = _checkpoints_of(chosen)
+    _check_resume(chosen, place)
     log_path = path_in(chosen.out, "log.jsonl")
     options = {"round_timeout": chosen.round_timeout, "begin_with": chosen.begin_with}
     joined = islands.join(
@@ -209,13 +218,13 @@ def _train_on_island(chosen: TrainOptions) -> None:
     )
     with (
         results.open_log(log_path, append=chosen.resume) as log,
-        results.background_saver(folder) as save,
+        results.background_saver(place) as save,
         joined as island,
     ):
         with show_compiling(console, spelling, mesh.size):
             run = train.prepare(workload, None, method.optimizer, **settings, island=True)
         if chosen.resume:
-            run = results.resume_run(folder, run)
+            run = results.resume_run(place, run)
         run = run._replace(state=island.enter(run.state))
         reports: list[islands.Report] = []
 
@@ -239,7 +248,7 @@ def _train_on_island(chosen: TrainOptions) -> None:
     plot = losses.draw_train(result, None, chosen.out / "loss.png", **labels)
     print_table(console, tables.runs_table([result], None))
     _print_rounds(console, reports)
-    print_paths(console, log=log_path, checkpoint=folder)
+    print_paths(console, log=log_path, checkpoint=place)
     print_figure(console, chosen, plot)
 
 
@@ -316,13 +325,13 @@ def train_processes(chosen: TrainOptions) -> None:
         counts = {"steps": len(run.trace.steps), "gradients": len(run.trace.gradients), "seconds": run.seconds}
         sent = {"held_out_loss": run.losses[-1].item(), "sent": run.sent.tolist(), "computing": run.computing.tolist()}
         results.write_line(log, {"kind": "summary", "rule": chosen.rule, **counts, **sent, "down": run.down.tolist()})
-    folder = results.save(chosen.out / "checkpoint", {"params": run.params}, len(run.trace.steps))
+    place = results.save(_checkpoints_of(chosen), {"params": run.params}, len(run.trace.steps))
     slow = f", worker 0 slowed {chosen.slow}" if chosen.slow else ""
     title = f"{workload.name}, {chosen.workers} processes{slow}, {chosen.optimizer}, seed {chosen.seed}"
     console.print(f"\n{title}", style="dim", highlight=False)
     print_table(console, rules_table([(chosen.rule, run)], None))
     plot = draw_replays([(chosen.rule, run)], chosen.out / "loss.png", title=title, clock="wall")
-    print_paths(console, log=log_path, checkpoint=folder)
+    print_paths(console, log=log_path, checkpoint=place)
     print_figure(console, chosen, plot)
 
 

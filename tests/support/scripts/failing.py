@@ -21,7 +21,7 @@ import numpy as np
 
 import jaxdist as jd
 from jaxdist import checkpoint
-from jaxdist.checkpoint import _files
+from jaxdist.checkpoint import _files, _runs
 from jaxdist.checkpoint import writer as writing_module
 
 FULL = ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']")
@@ -48,13 +48,13 @@ def raises(*_):
     raise OSError(errno.EACCES, "Permission denied")
 
 
-run = writing_module.run
+run = writing_module.run_to_end
 # What fails, in which process.
 FAILURES = {
-    "the disk of 0": (0, mock.patch.object(writing_module, "run", begins_and_fails)),
-    "the disk of 1": (1, mock.patch.object(writing_module, "run", begins_and_fails)),
-    "the copy of 0": (0, mock.patch.object(writing_module, "run", raises)),
-    "the copy of 1": (1, mock.patch.object(writing_module, "run", raises)),
+    "the disk of 0": (0, mock.patch.object(writing_module, "run_to_end", begins_and_fails)),
+    "the disk of 1": (1, mock.patch.object(writing_module, "run_to_end", begins_and_fails)),
+    "the copy of 0": (0, mock.patch.object(writing_module, "run_to_end", raises)),
+    "the copy of 1": (1, mock.patch.object(writing_module, "run_to_end", raises)),
     "the state of 1": (1, mock.patch.object(writing_module._manifest, "name_leaves", raises)),
     "the lock": (0, mock.patch.object(_files, "_lock_file", raises)),
     "the folder": (0, mock.patch.object(_files, "begin", raises)),
@@ -69,7 +69,7 @@ def again(folder, state):
         for step in (2, 3, 4):
             with contextlib.ExitStack() as failing:
                 if step == 2 and jax.process_index() == 1:
-                    failing.enter_context(mock.patch.object(writing_module, "run", raises))
+                    failing.enter_context(mock.patch.object(writing_module, "run_to_end", raises))
                 found.append(tried(writer.save, state, step)[0])
     return [found, checkpoint.latest(folder)]
 
@@ -107,7 +107,7 @@ def main():
     for leaf in (np.float32(1.0), jnp.zeros(()), jax.random.key(0)):
         one_place = tried(checkpoint.save, root / "not placed", {**state, "own": leaf}, 1)
         results.setdefault("not placed", []).append(one_place)
-    with mock.patch.object(writing_module, "VISIBLE_SECONDS", 1.0):
+    with mock.patch.object(_runs, "VISIBLE_SECONDS", 1.0):
         results["own disks"] = tried(checkpoint.save, root / f"own-{jax.process_index()}", state, 1)
     results["own disks"] += [checkpoint.latest(root / f"own-{jax.process_index()}")]
     large, folder = 3_000_000_000, root / "large"
