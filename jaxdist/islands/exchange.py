@@ -193,8 +193,8 @@ def restart_counts(local: LocalStepsState, number: Array) -> LocalStepsState:
 
 @partial(jax.jit, static_argnums=0)
 def catch_up(inner: optax.GradientTransformationExtraArgs, local: LocalStepsState, steps: Array) -> LocalStepsState:
-    """Returns the state at a step of the run, where it is behind: schedules go on there, moments are its own."""
-    missing = jnp.maximum(jnp.asarray(steps, local.count.dtype) - local.count, 0)
+    """Returns the state at a step of the run: schedules go on there, moments are its own."""
+    missing = jnp.asarray(steps, local.count.dtype) - local.count
     state = advance_schedules(inner, unmark_inner(local.inner, None), local.anchor, missing)
     return local._replace(count=local.count + missing, inner=mark_inner(state, None))
 

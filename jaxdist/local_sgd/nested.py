@@ -146,7 +146,7 @@ def update_inner_buffers(
 
 
 def advance_schedules(inner: optax.GradientTransformation, state: State, params: PyTree, steps: Array | int) -> State:
-    """Returns the state of an inner optimizer with its schedules so many steps further on.
+    """Returns the state of an inner optimizer with its schedules so many steps further on, or back if negative.
 
     A schedule's count is a whole number in a field `count`, beside no buffer: that of Adam's moments stays with them.
     """
@@ -158,8 +158,8 @@ def advance_schedules(inner: optax.GradientTransformation, state: State, params:
         is_schedule = getattr(path[-1], "name", None) == "count" if path else False
         if own or not is_schedule or not jnp.issubdtype(count.dtype, jnp.integer):
             return count
-        most = jnp.iinfo(count.dtype).max
-        return jnp.where(count < most - steps, count + jnp.asarray(steps, count.dtype), most)
+        most, change = jnp.iinfo(count.dtype).max, jnp.asarray(steps, count.dtype)
+        return jnp.clip(jnp.where(count < most - jnp.maximum(change, 0), count + change, most), 0)
 
     return _close_nodes(state, jax.tree_util.tree_map_with_path(advance_leaf, owned, opened))
 
