@@ -52,7 +52,7 @@ MOST_NUMBERS = 8
 NEW_RUN = "use the model and the method of the run, or begin a new run in an empty folder"
 
 
-class Run(NamedTuple):
+class RunIdentity(NamedTuple):
     """Which run an island belongs to.
 
     Attributes:
@@ -73,7 +73,7 @@ class Run(NamedTuple):
         return self.id[:8]
 
 
-NO_RUN = Run("", 0, False, "")
+NO_RUN = RunIdentity("", 0, False, "")
 
 
 # The description of a run
@@ -237,7 +237,7 @@ def find_run(get: Callable[[str], bytes | None], place: str) -> dict[str, Any]:
 
 def open_run(
     store: Connection, describe_own: Callable[[], dict[str, Any]], *, place: str, keep_every: int, begin: bool
-) -> Run:
+) -> RunIdentity:
     """Finds the run in a store, or opens it, and compares its description with one's own.
 
     Args:
@@ -262,10 +262,10 @@ def open_run(
     difference = find_difference(theirs, own)
     if difference is not None:
         raise RunMismatchError(f"the run in {place} has another model or method than this island: {difference}")
-    return Run(theirs["id"], theirs["keep_every"], theirs["id"] == number, place)
+    return RunIdentity(theirs["id"], theirs["keep_every"], theirs["id"] == number, place)
 
 
-def check_same(store: Connection, run: Run) -> None:
+def check_same(store: Connection, run: RunIdentity) -> None:
     """Checks that the store still holds this run, since a disk may have been mounted in its place.
 
     Raises:
@@ -280,7 +280,7 @@ def check_same(store: Connection, run: Run) -> None:
     check_mark(str(read_description(body).get("id")), run, RUN_JSON)
 
 
-def check_mark(found: str, run: Run, name: str) -> None:
+def check_mark(found: str, run: RunIdentity, name: str) -> None:
     """Checks the number of a run, or its first digits, that a file has.
 
     Raises:
@@ -304,7 +304,7 @@ def _check_empty(store: Connection, place: str) -> None:
         )
 
 
-def log_entered(run: Run, number: int, kept: int, options: JoinOptions) -> None:
+def log_entered(run: RunIdentity, number: int, kept: int, options: JoinOptions) -> None:
     """Says in the log which run an island has entered, and where."""
     if run.opened:
         LOG.info("%s has opened run %s in %s", options.name, run.id, run.place)

@@ -471,7 +471,7 @@ class Island:
         steps, count = self._replay.round * self._config.sync_period, int(to_host(local.count))
         if count == steps or (count > steps and self._keeps_progress):
             return local
-        return catch_up(self._config.inner, local, np.int32(min(steps, np.iinfo(np.int32).max)))
+        return catch_up(self._config.inner, local, np.int32(min(steps, np.iinfo(np.int32).max)), count > steps)
 
     def _rate_of(self, local: LocalStepsState, moved: bool) -> float | None:
         """The mean learning rate since the last round; `None` if the steps pass none and the outer step needs none.

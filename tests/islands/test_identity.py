@@ -426,3 +426,13 @@ def test_progress_that_is_kept_keeps_its_steps():
 def test_numbers_of_a_message_are_few():
     words = identity._name_numbers([str(n) for n in range(100)], [])
     assert len(words) < 100
+
+
+def test_runs_in_nested_folders_are_two(tmp_path):
+    outside, inside = tmp_path / "run", tmp_path / "run" / "again"
+    numbers = set()
+    for rounds, folder in ((2, outside), (1, inside), (1, outside)):
+        run_alone(folder, rounds)
+        numbers.add(islands.status(folder).run)
+    assert len(numbers) == 2
+    assert [islands.status(folder).round for folder in (outside, inside)] == [3, 1]

@@ -485,58 +485,6 @@ def test_progress_of_an_earlier_round_keeps_its_weight():
         assert weight(0.0, 2, jnp.zeros(())) == 0
 
 
-def scheduled(inner):
-    """A run of five rounds of four steps, and what an island has that enters then, fresh or from `start`."""
-    tx = jd.local_steps(inner, optax.sgd(1.0), sync_period=4, axis=None)
-
-    def fresh():
-        return {"params": jnp.zeros(3), "opt": tx.init(jnp.zeros(3))}
-
-    @jax.jit
-    def step(state):
-        updates, opt = tx.update(jnp.ones(3), state["opt"], state["params"], sync=())
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, updates[0]
-
-    store = islands.memory()
-    with islands.join(store, tx, name="first", round_timeout=5) as first:
-        state, saved = first.enter(fresh()), None
-        for number in range(20):
-            state, _ = step(state)
-            if first.due(number):
-                state, _ = first.meet(state)
-            if number == 10:
-                saved = state
-        found = []
-        for name, start in (("late", fresh()), ("again", saved)):
-            with islands.join(store, tx, name=name, round_timeout=5) as island:
-                entered = island.enter(start)
-                found.append((entered, step(entered)[1]))
-        return state, step(state)[1], found
-
-
-@pytest.mark.parametrize("injected", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_who_enters_late_takes_over_the_step_of_the_run(injected):
-    """Schedules go on at step 20; Adam's moments and the count of their bias correction are the island's own."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 8, 40, 0.0)
-    inner = optax.inject_hyperparams(optax.adamw)(schedule) if injected else optax.adamw(schedule)
-    state, rate, ((fresh, first_step), (again, next_step)) = scheduled(inner)
-    assert [int(x["opt"].count) for x in (state, fresh, again)] == [20] * 3
-
-    def counts(x):
-        inner = x["opt"].inner.value
-        return (
-            [int(inner.count), int(inner.inner_state[0].count)]
-            if injected
-            else [int(inner[2].count), int(inner[0].count)]
-        )
-
-    assert [counts(x) for x in (state, fresh, again)] == [[20, 20], [20, 0], [20, 11]]
-    # Of a constant gradient Adam's step is the rate, whatever it has seen.
-    np.testing.assert_allclose([first_step, next_step], [rate] * 2, rtol=1e-2)
-    moments = fresh["opt"].inner.value
-    assert not np.asarray((moments.inner_state if injected else moments)[0].mu).any()
-
-
 def slowmo(**options):
     return jd.local_sgd.slowmo(optax.sgd(0.1), sync_period=H, momentum=0.5, buffers="maintain", **options)
 
