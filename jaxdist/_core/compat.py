@@ -11,7 +11,7 @@ import jax
 from jax.experimental import compute_on as _compute_on
 from jax.extend import core
 from jax.extend.core import primitives
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from .types import Array, PyTree
 
@@ -21,6 +21,17 @@ Literal = core.Literal
 REORDERS_PRODUCTS = jax.__version_info__ < (0, 12)
 # Type checkers do not see it in jax 0.12.
 ClosedJaxpr = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+
+
+def keep_results(closed: Any, kept: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """Returns the closed jaxpr of these results alone, and which of the arguments it still takes."""
+    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, list(kept))
+    return ClosedJaxpr(jaxpr, closed.consts), list(used)
+
+
+def evaluate_jaxpr(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The results of a closed jaxpr."""
+    return core.jaxpr_as_fun(closed)(*arguments)
 
 
 def mesh_axes_being_mapped() -> frozenset[str]:

@@ -6,6 +6,7 @@ from .base import IslandError as IslandError
 from .base import NameTakenError as NameTakenError
 from .base import Report as Report
 from .base import RunMismatchError as RunMismatchError
+from .base import RunMissingError as RunMissingError
 from .base import StoreUnusableError as StoreUnusableError
 from .base import TooFewIslandsError as TooFewIslandsError
 from .island import Island as Island

@@ -1,8 +1,10 @@
 """What an island is told, what a meeting reports, and the exceptions of both."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .._core.checks import Portable
+
+Moments = Literal["own", "fresh"]
 
 
 class Report(NamedTuple):
@@ -46,6 +48,9 @@ class JoinOptions(NamedTuple):
     patience: float
     overlap: bool
     keep_every: int
+    begin: bool
+    moments: Moments
+    place: str
 
 
 class IslandError(Portable, RuntimeError):
@@ -57,7 +62,11 @@ class StoreUnusableError(IslandError):
 
 
 class RunMismatchError(IslandError):
-    """The run in the store has another model, reducer, outer optimizer or format; the message names the difference."""
+    """The store has another run than this island's, or one of another model, method or format; it names the two."""
+
+
+class RunMissingError(IslandError, ValueError):
+    """There is no run in the store, and `begin=False`; or there are rounds of one, and its description is gone."""
 
 
 class NameTakenError(IslandError):

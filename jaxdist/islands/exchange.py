@@ -191,12 +191,19 @@ def restart_counts(local: LocalStepsState, number: Array) -> LocalStepsState:
     return local._replace(rounds=jnp.full_like(local.rounds, number), examples=uncounted, **zeros)
 
 
-@partial(jax.jit, static_argnums=0)
-def catch_up(inner: optax.GradientTransformationExtraArgs, local: LocalStepsState, steps: Array) -> LocalStepsState:
-    """Returns the state at a step of the run, where it is behind: schedules go on there, moments are its own."""
-    missing = jnp.maximum(jnp.asarray(steps, local.count.dtype) - local.count, 0)
-    state = advance_schedules(inner, unmark_inner(local.inner, None), local.anchor, missing)
-    return local._replace(count=local.count + missing, inner=mark_inner(state, None))
+@partial(jax.jit, static_argnums=(0, 3))
+def catch_up(
+    inner: optax.GradientTransformationExtraArgs, local: LocalStepsState, steps: Array, is_ahead: bool
+) -> LocalStepsState:
+    """Returns the state at a step of the run: schedules go on there, moments are its own.
+
+    A state that is ahead counts from its start: what it has done belongs to no round of this run.
+    """
+    steps = jnp.asarray(steps, local.count.dtype)
+    missing = steps if is_ahead else steps - local.count
+    old = unmark_inner(local.inner, None)
+    state = advance_schedules(inner, old, local.anchor, missing, from_start=is_ahead)
+    return local._replace(count=jnp.copy(steps), inner=mark_inner(state, None))
 
 
 @partial(jax.jit, static_argnums=0)

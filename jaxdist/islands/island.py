@@ -32,7 +32,8 @@ from .exchange import (
     with_shared,
     zeros_like,
 )
-from .model import MeetingState, find_model, replace_model
+from .identity import check_same, log_entered
+from .model import MeetingState, automatic_mesh, find_model, replace_model
 from .outbox import DriftMessage, InFlight, Outbox
 from .protocol import Commit, Drift, Next, round_name
 from .run import Replay, _LeftBehindError
@@ -61,13 +62,25 @@ class Island:
         self._index = np.int32(zlib.crc32(options.name.encode()) % 2**31)
         self._session = 0
         self._outbox = Outbox(store, options.round_timeout)
-        self._entered = False
+        self._entered = self._was_offline = False
         # Whether rounds have ended that this island had no time to take.
         self._behind = False
+        # Whether the state that entered had progress which no round has.
+        self._keeps_progress = True
         self._late = self._differing = 0
         self._last_rate: float | None = None
         self._last_weight = 1.0
         self._too_few_since: float | None = None
+
+    @property
+    def run(self) -> str:
+        """The number of the run, 32 hexadecimal digits, drawn when it was opened; "" before `enter`."""
+        return self._replay.run.id
+
+    @property
+    def round(self) -> int:
+        """The open round of the run, as far as this island has followed it."""
+        return self._replay.round
 
     def due(self, number: int) -> bool:
         """Whether to meet after step `number`, counted from 0: every `sync_period` steps.
@@ -81,27 +94,37 @@ class Island:
         """
         return (number + 1) % self._config.sync_period == 0
 
+    @automatic_mesh()
     def enter(self, state: PyTree) -> PyTree:
         """Opens the run with this state, or takes the global parameters of the run that is there.
 
-        Compiles what meetings need before it announces itself, so that others never wait for a compilation. A state
-        that is behind the run takes over its step, `sync_period` times its rounds: `LocalStepsState.count` and the
-        schedules of the inner optimizer (fields `count` without moments beside them) go on there. Moments, with the
-        counts of their bias correction, are the state's own: zero in a fresh one, from a checkpoint as they were
-        saved. Its residual and its progress since its last round are kept if the run has not gone on since and this
+        Compiles what meetings need before it announces itself, so that others never wait for a compilation. The state
+        takes over the step of the run, `sync_period` times its rounds: `LocalStepsState.count` and the schedules of the
+        inner optimizer (fields `count` without moments beside them) go on there. Moments, with the counts of their bias
+        correction, are the state's own: zero in a fresh one, from a checkpoint as they were saved (see `moments` of
+        `join`). Its residual and its progress since its last round are kept if the run has not gone on since and this
         progress was not sent.
+
+        The logger `jaxdist.islands` says which run it is (`run`), whether this island has opened it, and at which round
+        it is (`round`).
 
         Raises:
           RunMismatchError: the run has another model, reducer, outer optimizer or format; nothing was written.
+          RunMissingError: there is none, and `begin=False`; or there are rounds of one without its `run.json`.
+          DamagedError: kept global parameters are missing or not whole.
           TooFewIslandsError: fewer than `begin_with` islands came within `patience`.
         """
         self._store.deadline = self._store.now() + self._options.patience
         local, params = find_model(state)
-        self._replay.open(local)
+        options = self._options
+        self._replay.open(local, params, place=options.place, keep_every=options.keep_every, begin=options.begin)
+        self._options = options._replace(keep_every=self._replay.run.keep_every)
         self._session = run.claim(self._store, self._options.name)
         if not run.has_begun(self._store):
             self._replay.keep(local)
         local, params = self._take_run(local, params)
+        if options.moments == "fresh":
+            local = restart_buffers(self._config.inner, local, params)
         state = replace_model(state, self._restart_counts(self._catch_up(local)), params)
         model = MeetingState(*find_model(state))
         # A program that compiles in a meeting would make the others wait.
@@ -113,6 +136,7 @@ class Island:
         self._late = 0
         state = replace_model(state, self._restart_counts(self._catch_up(model.local)), model.params)
         self._entered = True
+        log_entered(self._replay.run, self._replay.round, self._replay.kept, options)
         self._store.create(self._name("here"), b"{}")
         self._await_first()
         return state
@@ -176,6 +200,7 @@ class Island:
 
     # A meeting
 
+    @automatic_mesh()
     def _meet(self, state: PyTree, examples: float | int | None, *, leaving: bool) -> tuple[PyTree, Report]:
         if examples is not None:
             check_range("examples", examples, 0, hint="it weights this island's drift")
@@ -190,7 +215,7 @@ class Island:
             exchange = partial(self._exchange, examples=examples, leaving=leaving)
             report = self._follow_jumps(exchange, model, report)
         except ConnectionError:
-            report = report._replace(offline=True)
+            report, self._was_offline = report._replace(offline=True), True
         report = report._replace(
             round=self._replay.round,
             wait_seconds=store.now() - started,
@@ -219,7 +244,12 @@ class Island:
         """Settles what is under way, then sends this island's drift until a round takes it or time is up."""
         # First, since a store is asked by one thread at a time.
         self._outbox.finish_transfer()
-        if run.newest_session(self._store, self._options.name) > self._session:
+        newest = run.newest_session(self._store, self._options.name)
+        if self._was_offline or newest != self._session:
+            # Back, a store may be another one; and so may one that does not list this process.
+            check_same(self._store, self._replay.run)
+            self._was_offline = False
+        if newest > self._session:
             raise NameTakenError(f"another process has joined as {self._options.name!r}: this one must stop")
         report = self._settle(model, report)
         # A drift sent to a round that has ended would count in none.
@@ -288,7 +318,8 @@ class Island:
         name = self._name("drift")
         place, body = self._replay.pack_body(name, [to_host(x) for x in arrays])
         waited = self._late < LATE_IS_SLOW
-        record = Drift(self._session, place, self._replay.digest, weight, rate, waited, leaving)
+        own = self._replay.digest
+        record = Drift(self._session, place, own, weight, rate, waited, leaving, len(body), self._replay.run.mark)
         message = DriftMessage(self._replay.round, name, protocol.to_json(record), place, body)
         flight = InFlight(self._replay.round, place, drift, after, self._store.now(), message, self._session)
         self._outbox.send(flight, self._replay.expected, in_background=self._options.overlap and not leaving)
@@ -342,7 +373,10 @@ class Island:
                 self._replay.body(drifts[name].body, self._replay.round)
             except DamagedError:
                 damaged.add(name)
-        commit = protocol.make_commit(seen, self._replay.expected, drifts, damaged, self._replay.digest)
+        # Where another disk is mounted by now, the round is not this run's to end.
+        check_same(self._store, self._replay.run)
+        expected, own = self._replay.expected, self._replay.digest
+        commit = protocol.make_commit(seen, expected, drifts, damaged, own, self._replay.run.mark)
         self._store.create(round_name(self._replay.round, "commit"), protocol.to_json(commit))
 
     def _apply(self, model: MeetingState, commit: Commit, report: Report) -> Report:
@@ -383,7 +417,9 @@ class Island:
                 break
         # The drift of an earlier process of this name will count in the open round: it must not be sent again.
         is_sent = self._store.get(self._name("drift")) is not None
-        if (own_round, own_digest) == (self._replay.round, self._replay.digest) and not is_sent:
+        here = (self._replay.round, self._replay.digest)
+        self._keeps_progress = (own_round, own_digest) == here and not is_sent
+        if self._keeps_progress:
             model.params = rebase(model.local.anchor, params, ahead)
         else:
             # What this residual holds may have been sent since.
@@ -394,6 +430,7 @@ class Island:
 
     def _jump(self, model: MeetingState) -> None:
         """Goes on from kept parameters, where the rounds before them are gone. What none of them took is kept."""
+        check_same(self._store, self._replay.run)
         flight, ahead = self._outbox.flight, measure_drift(model.local.anchor, model.params)
         anchor, local = self._replay.load_newest(model.local)
         if flight is not None and (self._options.name, flight.body) in anchor.counted:
@@ -430,11 +467,11 @@ class Island:
         return weight
 
     def _catch_up(self, local: LocalStepsState) -> LocalStepsState:
-        """The state at the step of the run, if it is behind."""
-        steps = self._replay.round * self._config.sync_period
-        if int(to_host(local.count)) >= steps:
+        """The state at the step of the run; ahead of it are only the steps of progress that is kept."""
+        steps, count = self._replay.round * self._config.sync_period, int(to_host(local.count))
+        if count == steps or (count > steps and self._keeps_progress):
             return local
-        return catch_up(self._config.inner, local, np.int32(min(steps, np.iinfo(np.int32).max)))
+        return catch_up(self._config.inner, local, np.int32(min(steps, np.iinfo(np.int32).max)), count > steps)
 
     def _rate_of(self, local: LocalStepsState, moved: bool) -> float | None:
         """The mean learning rate since the last round; `None` if the steps pass none and the outer step needs none.

@@ -10,8 +10,9 @@ import optax
 
 from .._core.checks import check_range
 from ..local_sgd.local_steps import method_of
-from .base import JoinOptions
+from .base import IslandError, JoinOptions, Moments
 from .connection import Connection
+from .identity import find_run, place_of
 from .island import Island
 from .store import SharedStore, check_usable, open_store
 
@@ -28,6 +29,8 @@ def join(
     patience: float | int = 3600.0,
     overlap: bool = False,
     keep_every: int = 20,
+    begin: bool = True,
+    moments: Moments = "own",
 ) -> Iterator["Island"]:
     """Joins a run of several training jobs that meet every `H` steps over a shared folder or a bucket.
 
@@ -53,7 +56,11 @@ def join(
       patience: seconds after which too few islands are an error.
       overlap: send and read in a second thread while the island trains, and merge at the next meeting what the round
         gave; own progress is kept.
-      keep_every: rounds between kept global parameters.
+      keep_every: rounds between kept global parameters. The island that opens the run decides for all.
+      begin: open the run if there is none. `False` for an island that must find it: one that restarts, whose disk may
+        not be mounted yet.
+      moments: of the inner optimizer. "own" keeps those of the state that enters; "fresh" begins with those of `init`,
+        for a checkpoint that is old or of another run. Schedules go on in both cases.
 
     Yields:
       The `Island`.
@@ -61,6 +68,7 @@ def join(
     Raises:
       ValueError: `tx` is not such a transformation, or an argument is out of range.
       StoreUnusableError: the store cannot create a name if absent, or has no rights.
+      RunMissingError: there is no run, and `begin=False`.
       ImportError: a bucket without obstore.
 
     Examples:
@@ -81,7 +89,9 @@ def join(
     References:
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, 2023.
     """
-    options = JoinOptions(name, float(round_timeout), begin_with, quorum, float(patience), overlap, keep_every)
+    place = place_of(url)
+    times = float(round_timeout), begin_with, quorum, float(patience)
+    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place)
     _check(options)
     config = method_of(tx)
     problems = {
@@ -98,6 +108,9 @@ def join(
         raise ValueError(f"islands need local_steps with {needed}")
     store = open_store(url)
     if jax.process_index() == 0:
+        if not begin:
+            # Before the probe, which would create the folder of a disk that is not mounted.
+            _check_begun(store, place)
         check_usable(store)
     island = Island(Connection(store), config, options)
     try:
@@ -106,6 +119,16 @@ def join(
         island.abandon()
         raise
     island.leave()
+
+
+def _check_begun(store: SharedStore, place: str) -> None:
+    try:
+        find_run(store.get, place)
+    except IslandError:
+        raise
+    # A store that cannot be read is told so by the probe.
+    except Exception:
+        return
 
 
 def _check(options: JoinOptions) -> None:
@@ -118,3 +141,5 @@ def _check(options: JoinOptions) -> None:
         check_range(name, getattr(options, name), 1, ends="[]")
     for name in ("round_timeout", "patience"):
         check_range(name, getattr(options, name), 0, ends="(]")
+    if options.moments not in ("own", "fresh"):
+        raise ValueError(f'moments must be "own" or "fresh", got {options.moments!r}')

@@ -1,8 +1,11 @@
 """Finds the parameters and the state of `local_steps` in a training state, and puts new ones in their place."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from .._core.types import PyTree
 from ..local_sgd.state import LocalStepsState
@@ -26,7 +29,7 @@ def find_model(state: PyTree) -> tuple[LocalStepsState, PyTree]:
     params = params.value if isinstance(params, PerWorker) else params
     # Committed to their devices, as those that `enter` compiles for: a step that was compiled ahead of time may return
     # arrays that are not, and then the programs of a meeting would be compiled once more, while others wait.
-    return _place(local, local), _place(params, params)
+    return _commit(local), _commit(params)
 
 
 def replace_model(state: PyTree, local: LocalStepsState, params: PyTree) -> PyTree:
@@ -37,6 +40,35 @@ def replace_model(state: PyTree, local: LocalStepsState, params: PyTree) -> PyTr
     fresh = {id(old_local): _place(local, old_local), id(old_params): _place(params, old_params)}
     nodes, structure = jax.tree.flatten(state, is_leaf=lambda node: id(node) in fresh)
     return structure.unflatten([fresh.get(id(node), node) for node in nodes])
+
+
+@contextmanager
+def automatic_mesh() -> Iterator[None]:
+    """Runs a block in the mesh that `jax.set_mesh` has set, with axes that the compiler may use."""
+    mesh = jax.sharding.get_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        yield
+        return
+    with jax.set_mesh(_automatic(mesh)):
+        yield
+
+
+def _commit(tree: PyTree) -> PyTree:
+    """Commits arrays to their devices; sharding axes that are part of types become such as the compiler may use.
+
+    The programs of a meeting reshape and join the leaves of any model. No array is copied.
+    """
+    return jax.tree.map(lambda x: jax.device_put(x, _without_types(x.sharding)), tree)
+
+
+def _without_types(sharding: Sharding) -> Sharding:
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return sharding
+    return NamedSharding(_automatic(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _automatic(mesh: Any) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _place(new: PyTree, old: PyTree) -> PyTree:

@@ -3,7 +3,7 @@
 All of it is pure: it needs no store and no devices. Bodies are a JSON header and raw arrays, never pickle; records are
 JSON; the next action follows from the names that an island sees, and its own clock.
 
-run.json                      the model and the method that all islands share
+run.json                      the number of the run, and the model and the method that all islands share
 names/NAME/000001             the first process that joined as NAME; the highest number is the one that counts
 anchors/00000020              after 20 rounds: names the body with the global parameters
 rounds/00000020/drift/NAME    what NAME adds in round 20: names the body, gives its weight
@@ -25,7 +25,7 @@ import numpy as np
 from .base import DamagedError
 
 # 2: packed codes in planes.
-FORMAT = 2
+FORMAT = 3
 _MAGIC = b"jaxdist1"
 
 
@@ -49,6 +49,8 @@ class Drift(NamedTuple):
       rate: the mean learning rate of its steps; `None` if the steps pass none.
       waited: whether the next round should wait for this island; false for one that is late again and again.
       leaving: whether this is its last.
+      bytes: the length of its body.
+      run: the first digits of the number of the run.
     """
 
     session: int
@@ -58,6 +60,8 @@ class Drift(NamedTuple):
     rate: float | None
     waited: bool
     leaving: bool
+    bytes: int = 0
+    run: str = ""
 
 
 class Commit(NamedTuple):
@@ -70,6 +74,7 @@ class Commit(NamedTuple):
       differing: islands whose global parameters were others.
       damaged: islands whose bodies were not what their hash says.
       expected: islands that the next round waits for.
+      run: the first digits of the number of the run.
     """
 
     base: str
@@ -78,6 +83,7 @@ class Commit(NamedTuple):
     differing: tuple[str, ...]
     damaged: tuple[str, ...]
     expected: tuple[str, ...]
+    run: str = ""
 
 
 class Anchor(NamedTuple):
@@ -121,7 +127,7 @@ def parse(kind: type, name: str, body: bytes) -> Any:
     try:
         fields = json.loads(body)
         if kind is Commit:
-            fields = {key: value if key == "base" else tuple(value) for key, value in fields.items()}
+            fields = {key: value if key in ("base", "run") else tuple(value) for key, value in fields.items()}
             fields["members"] = tuple(Member(*member) for member in fields["members"])
         if kind is Anchor:
             fields["counted"] = tuple((name, body) for name, body in fields["counted"])
@@ -237,18 +243,23 @@ def decide(
 
 
 def make_commit(
-    seen: Seen, expected: Iterable[str], drifts: Mapping[str, Drift], damaged: Iterable[str], own_base: str
+    seen: Seen,
+    expected: Iterable[str],
+    drifts: Mapping[str, Drift],
+    damaged: Iterable[str],
+    own_base: str,
+    run: str = "",
 ) -> Commit:
     """The commit of these drifts, in the order of names.
 
     Drifts start from the global parameters of the round; where they differ, those that most of them start from count
-    (one's own among equals), since sums of different starts would mean nothing.
+    (one's own among equals), since sums of different starts would mean nothing. None from another run counts.
     """
     damaged = frozenset(damaged)
     sound = {name: drift for name, drift in sorted(drifts.items()) if name not in damaged}
-    bases = [drift.base for drift in sound.values()]
+    bases = [drift.base for drift in sound.values() if drift.run == run]
     base = max(sorted(set(bases)), key=lambda one: (bases.count(one), one == own_base), default=own_base)
-    members = {name: drift for name, drift in sound.items() if drift.base == base}
+    members = {name: drift for name, drift in sound.items() if (drift.base, drift.run) == (base, run)}
     return Commit(
         base=base,
         members=tuple(Member(name, drift.body, drift.weight, drift.rate) for name, drift in members.items()),
@@ -256,4 +267,5 @@ def make_commit(
         differing=tuple(sorted(set(sound) - set(members))),
         damaged=tuple(sorted(damaged)),
         expected=tuple(sorted(name for name, drift in drifts.items() if drift.waited and not drift.leaving)),
+        run=run,
     )

@@ -1,23 +1,22 @@
-"""A run in a store: its description, the names of its islands, its kept global parameters, and its rounds.
+"""A run in a store: the names of its islands, its kept global parameters, and its rounds.
 
 The state of a run follows from the bytes in the store alone: kept global parameters, and the commits after them. So
 every process that reads them (`Replay`) computes the same bits, whether it takes part or only evaluates.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._core.trees import leaf_name
-from .._core.types import State
+from .._core.types import PyTree, State
 from ..compressors.compressor import DamagedCodeError
 from ..local_sgd.state import LocalStepsState
-from . import protocol
-from .base import DamagedError, RunMismatchError
+from . import identity, protocol
+from .base import DamagedError
 from .connection import Connection
 from .exchange import (
     RoundMethod,
@@ -41,74 +40,6 @@ KEPT_ANCHORS = 2
 MOST_NAMES = 1000
 
 
-def describe(method: RoundMethod, local: LocalStepsState, payload: Sequence[Any]) -> dict[str, Any]:
-    """What all islands of a run must have in common, as JSON can hold it."""
-    reducer, outer = jax.eval_shape(method.reducer.init, local.anchor), local.outer[0]
-    return {
-        "format": protocol.FORMAT,
-        "parameters": _shapes(local.anchor),
-        "outer optimizer": _shapes(outer),
-        "reducer": _shapes(reducer),
-        "payload": [f"{x.dtype}{list(x.shape)}" for x in payload],
-        "code": None if method.reducer.forms.codec is None else method.reducer.forms.codec.name,
-        "outer step": _numbers_in(method, local),
-    }
-
-
-def _shapes(tree: Any) -> dict[str, str]:
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {leaf_name(path): f"{x.dtype}{list(x.shape)}" for path, x in found}
-
-
-def _numbers_in(method: RoundMethod, local: LocalStepsState) -> list[str]:
-    """The literals of the outer step: rates and momenta, which have no place in shapes."""
-    zeros = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), local.anchor)
-    traced = jax.make_jaxpr(lambda g, s, p: method.outer.update(g, s, p, learning_rate=1.0))(
-        zeros, local.outer[0], zeros
-    )
-    return sorted({str(x.val) for equation in traced.jaxpr.eqns for x in equation.invars if hasattr(x, "val")})
-
-
-def read_description(body: bytes) -> dict[str, Any]:
-    """Reads the description of a run; raises DamagedError if it is none."""
-    cure = "restore the file from a copy, or begin a new run in an empty folder, from a checkpoint"
-    try:
-        found = json.loads(body)
-    # So are brackets that nest too deeply to be read.
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"run.json is no description of a run ({error}); {cure}") from error
-    if not isinstance(found, dict):
-        raise DamagedError(f"run.json is no description of a run, it has {body[:40]!r}; {cure}")
-    return found
-
-
-def check_or_open(store: Connection, own: dict[str, Any]) -> None:
-    """Opens the run, or compares its description with one's own.
-
-    Raises:
-      RunMismatchError: they differ; it names the first difference. Nothing was written.
-    """
-    body = store.get("run.json")
-    if body is None and not store.create("run.json", protocol.to_json(own)):
-        body = store.get("run.json")
-    if body is None:
-        return
-    theirs = read_description(body)
-    differences = [(key, theirs.get(key), own.get(key)) for key in own if theirs.get(key) != own.get(key)]
-    if differences:
-        key, its, ours = differences[0]
-        if isinstance(its, dict) and isinstance(ours, dict):
-            key, its, ours = next(
-                (f"{key} {name!r}", its.get(name), ours.get(name))
-                for name in sorted({*its, *ours})
-                if its.get(name) != ours.get(name)
-            )
-        raise RunMismatchError(
-            f"the run in this store has other {key}: {its}, and this island {ours}; use the same model and "
-            "method, or begin a new run in an empty folder"
-        )
-
-
 def claim(store: Connection, name: str) -> int:
     """Takes a name; the process with the highest number has it, and older ones stop at their next meeting."""
     number = newest_session(store, name)
@@ -124,8 +55,19 @@ def newest_session(store: Connection, name: str) -> int:
 
 
 def has_begun(store: Connection) -> bool:
-    """Whether global parameters are kept: the run's first island keeps its own."""
-    return bool(store.list("anchors/"))
+    """Whether global parameters are kept: the run's first island keeps its own.
+
+    Raises:
+      DamagedError: none are, though islands have met.
+    """
+    begun = bool(store.list("anchors/"))
+    if not begun and (names := store.list("rounds/")):
+        number = int(names[-1].split("/")[1])
+        raise DamagedError(
+            f"run.json is there, and rounds up to {number}, but no anchors/...: the kept global parameters are gone; "
+            "restore them from a copy, or begin a new run in an empty folder, from a checkpoint"
+        )
+    return begun
 
 
 def is_forgotten(store: Connection, number: int) -> bool:
@@ -208,6 +150,8 @@ class Replay:
       expected: the islands that the last commit expects in it.
       counted: the bodies that the last rounds took, by island.
       needs_rate: whether the outer step needs the learning rate of the inner ones.
+      run: which run it is.
+      kept: the round of the kept global parameters that it has started from.
     """
 
     def __init__(self, store: Connection, config: Any):
@@ -216,27 +160,43 @@ class Replay:
         self.expected: tuple[str, ...] = ()
         self.counted: dict[str, str] = {}
         self.needs_rate = False
-        self._store, self._reducer = store, config.reducer
+        self.run, self.kept = identity.NO_RUN, 0
+        self._store, self._config, self._reducer = store, config, config.reducer
         self._payload: list[Any] = []
         self._updates: Any = None
         self._bodies: dict[str, list[Any]] = {}
 
-    def open(self, local: LocalStepsState) -> None:
-        """Checks the model and the method against those of the run, which this opens if there is none.
+    def open(
+        self, local: LocalStepsState, params: PyTree | None, *, place: str, keep_every: int = 1, begin: bool = False
+    ) -> None:
+        """Checks the model and the method against those of the run, which this opens if there is none and it may.
+
+        Without `params`, as where one only reads, the dtypes of parameters are not compared.
 
         Raises:
           ValueError: the reducer sends no message of its own or several.
           RunMismatchError: the run has another model or method.
+          RunMissingError: there is no run, and `begin` is false.
         """
         self._payload = check_reducer(self._reducer, local.anchor)
         self._updates = jax.eval_shape(lambda anchor: anchor, local.anchor)
-        check_or_open(self._store, describe(self.method, local, self._payload))
         self.needs_rate = needs_rate(self.method.outer, local.anchor)
+        describe = partial(
+            identity.describe,
+            self.method,
+            local,
+            params,
+            self._payload,
+            sync_period=self._config.sync_period,
+            needs_rate=self.needs_rate,
+        )
+        self.run = identity.open_run(self._store, describe, place=place, keep_every=keep_every, begin=begin)
         self.digest = digest_of(select_shared(local))
 
     def go_to(self, anchor: protocol.Anchor) -> None:
         """Makes the round after kept global parameters the open one."""
         self.round, self.digest, self.counted = anchor.round, anchor.digest, dict(anchor.counted)
+        self.kept = anchor.round
         # The round before is kept longer than these parameters are the newest.
         before = read_commit(self._store, anchor.round - 1) if anchor.round else None
         self.expected, self._bodies = () if before is None else before.expected, {}
@@ -296,6 +256,8 @@ class Replay:
             a long pause.
         """
         commit = read_commit(self._store, number)
+        if commit is not None:
+            identity.check_mark(commit.run, self.run, protocol.round_name(number, "commit"))
         self.check_not_forgotten(number)
         return commit
 

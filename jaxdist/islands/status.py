@@ -9,9 +9,9 @@ import optax
 
 from .._core.types import PyTree
 from ..local_sgd.local_steps import method_of
-from . import protocol, run
+from . import identity, protocol, run
 from .connection import Connection
-from .protocol import Member, round_name, see
+from .protocol import Drift, Member, round_name, see
 from .run import Replay
 from .store import SharedStore, open_store
 
@@ -20,12 +20,21 @@ READ_SECONDS = 60.0
 
 
 class RoundStatus(NamedTuple):
-    """A round: its number, the islands that count, those that were waited for in vain, and the bytes of each."""
+    """A round that has ended.
+
+    Attributes:
+      round: its number.
+      members: the islands that count.
+      missing: those that were waited for in vain.
+      sent_bytes: for each member, the bytes of its progress.
+      examples: for each member, the weight of its progress, such as its number of examples.
+    """
 
     round: int
     members: tuple[str, ...]
     missing: tuple[str, ...]
     sent_bytes: dict[str, int]
+    examples: dict[str, float]
 
 
 class RunStatus(NamedTuple):
@@ -37,6 +46,8 @@ class RunStatus(NamedTuple):
       sessions: for each island, how many processes have joined under its name.
       present: islands that have sent a drift in the open round, or are expected in it.
       rounds: the last rounds, oldest first.
+      run: the number of the run, 32 hexadecimal digits.
+      uploading: islands that are expected in the open round, or announced themselves in it, and have sent nothing yet.
     """
 
     round: int
@@ -44,17 +55,19 @@ class RunStatus(NamedTuple):
     sessions: dict[str, int]
     present: tuple[str, ...]
     rounds: tuple[RoundStatus, ...]
+    run: str
+    uploading: tuple[str, ...]
 
 
 def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> RunStatus:
-    """Reads which islands take part in a run, without joining it. Writes nothing.
+    """Reads which islands take part in a run, without joining it. Writes nothing, and downloads records alone.
 
     Args:
       url: of the run, as in `join`.
       last: how many rounds to read, at most.
 
     Raises:
-      ValueError: there is no run in this store.
+      RunMissingError: there is no run in this store.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -68,7 +81,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
     """
     store = Connection(open_store(url))
     store.deadline = 0.0
-    _check_run(store.get("run.json"), url)
+    description = identity.find_run(store.get, identity.place_of(url))
     numbers = run.ended_rounds(store)
     sessions: dict[str, int] = {}
     for name in store.list("names/"):
@@ -79,12 +92,15 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
     seen = see(name.removeprefix(round_name(open_round, "")) for name in names)
     before = run.read_commit(store, open_round - 1) if numbers else None
     expected = frozenset(before.expected if before is not None else ())
+    present = (seen.drifts | seen.here | expected) - seen.left
     return RunStatus(
         open_round,
         tuple(int(name.rpartition("/")[2]) for name in store.list("anchors/")),
         dict(sorted(sessions.items())),
-        tuple(sorted((seen.drifts | seen.here | expected) - seen.left)),
+        tuple(sorted(present)),
         tuple(found for number in numbers[-last:] if (found := _read_round(store, number)) is not None),
+        description.get("id", ""),
+        tuple(sorted(present - seen.drifts)),
     )
 
 
@@ -93,12 +109,15 @@ def _read_round(store: Connection, number: int) -> RoundStatus | None:
     commit = run.read_commit(store, number)
     if commit is None:
         return None
-    sizes = {member.name: _body_size(store, member) for member in commit.members}
-    return RoundStatus(number, tuple(sizes), commit.missing, sizes)
+    sizes = {member.name: _body_size(store, number, member) for member in commit.members}
+    examples = {member.name: member.weight for member in commit.members}
+    return RoundStatus(number, tuple(sizes), commit.missing, sizes, examples)
 
 
-def _body_size(store: Connection, member: Member) -> int:
-    return len(store.get(protocol.body_name(member.body)) or b"")
+def _body_size(store: Connection, number: int, member: Member) -> int:
+    name = round_name(number, "drift", member.name)
+    record = store.get(name)
+    return 0 if record is None else protocol.parse(Drift, name, record).bytes
 
 
 def read(
@@ -116,7 +135,7 @@ def read(
 
     Raises:
       RunMismatchError: the run has another model or method.
-      ValueError: there is no run in this store.
+      RunMissingError: there is no run in this store.
       ConnectionError: the store is out of reach for a minute.
 
     Examples:
@@ -129,19 +148,10 @@ def read(
       >>> rounds, params.tolist()
       (1, [1.0, 1.0])
     """
-    store = open_store(url)
-    _check_run(store.get("run.json"), url)
-    connection = Connection(store)
+    connection = Connection(open_store(url))
     connection.deadline = connection.now() + READ_SECONDS
     replay = Replay(connection, method_of(tx))
     local: Any = tx.init(jax.tree.map(jnp.asarray, params))
-    replay.open(local)
+    replay.open(local, None, place=identity.place_of(url))
     params = replay.follow(local).anchor
     return replay.round, params
-
-
-def _check_run(description: bytes | None, url: Any) -> None:
-    if description is None:
-        place = "this store" if isinstance(url, SharedStore) else url
-        raise ValueError(f"there is no run of islands in {place}: it has no run.json; give the URL that islands join")
-    run.read_description(description)

@@ -12,6 +12,7 @@ from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.base import Comm
 from ..state.marks import PerWorker, axis_tuple, bind, is_mark, with_value
 from .buffers import Buffers, average_buffers, find_buffers, update_buffers
+from .counts import count_leaves, passes_on_some, step_counts
 from .rounds import WeighDrift, cond_or_static
 from .state import LocalStepsState
 
@@ -145,23 +146,44 @@ def update_inner_buffers(
     return _close_nodes(state, update_buffers(mode, comm, due, opened, _open_nodes(state), params))
 
 
-def advance_schedules(inner: optax.GradientTransformation, state: State, params: PyTree, steps: Array | int) -> State:
-    """Returns the state of an inner optimizer with its schedules so many steps further on.
+def advance_schedules(
+    inner: optax.GradientTransformationExtraArgs,
+    state: State,
+    params: PyTree,
+    steps: Array | int,
+    *,
+    from_start: bool = False,
+) -> State:
+    """Returns the state of an inner optimizer with its schedules so many steps further on, or after so many in all.
 
     A schedule's count is a whole number in a field `count`, beside no buffer: that of Adam's moments stays with them.
+    Inside of `optax.MultiSteps` and `accumulate` it counts the updates that these pass on.
     """
     opened_inner = optax.GradientTransformation(lambda params: _open_nodes(inner.init(params)), inner.update)
     opened = _open_nodes(state)
     owned = find_buffers(opened_inner, opened, params)
 
-    def advance_leaf(path: Any, own: bool, count: Array) -> Array:
-        is_schedule = getattr(path[-1], "name", None) == "count" if path else False
-        if own or not is_schedule or not jnp.issubdtype(count.dtype, jnp.integer):
-            return count
-        most = jnp.iinfo(count.dtype).max
-        return jnp.where(count < most - steps, count + jnp.asarray(steps, count.dtype), most)
+    def is_schedule(path: Any, own: bool, is_whole: bool) -> bool:
+        name = getattr(path[-1], "name", None) if path else None
+        # The number of updates that were passed on decides how many gradients the next one takes.
+        return is_whole and (name == "gradient_step" or (name == "count" and not own))
 
-    return _close_nodes(state, jax.tree_util.tree_map_with_path(advance_leaf, owned, opened))
+    whole = jax.tree.unflatten(jax.tree.structure(opened), count_leaves(opened))
+    moves = jax.tree_util.tree_map_with_path(is_schedule, owned, whole)
+    start = opened
+    if from_start:
+        start = jax.tree.map(lambda x, old, is_whole: x if is_whole else old, opened_inner.init(params), opened, whole)
+    # Models inside communicate, and have no accumulation around them that is known here.
+    has_steps = passes_on_some(opened) and not _find(state)
+    moved = step_counts(inner, start, params, steps) if has_steps else None
+    if moved is None:
+        moved = jax.tree.map(lambda x, move: _add(x, steps) if move else x, start, moves)
+    return _close_nodes(state, jax.tree.map(lambda new, old, move: new if move else old, moved, opened, moves))
+
+
+def _add(count: Array, steps: Array | int) -> Array:
+    most = jnp.iinfo(count.dtype).max
+    return jnp.where(count < most - steps, count + jnp.asarray(steps, count.dtype), most)
 
 
 def check_nested(state: State, params: PyTree, axis: AxisNames, **options: Any) -> None:

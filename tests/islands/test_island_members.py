@@ -154,11 +154,11 @@ def test_the_older_process_of_a_name_stops():
 
 def test_old_rounds_go_and_a_straggler_jumps_over_them():
     store, tx = islands.memory(), method(inner=optax.sgd(0.1))
-    with islands.join(store, tx, name="slow", round_timeout=0.05) as slow:
+    with islands.join(store, tx, name="slow", round_timeout=0.05, keep_every=2) as slow:
         state = slow.enter(begin(tx))
         state = step_of(tx)(state, GOALS[0])
         ahead = jax.tree.map(lambda a, p: a - p, state.opt.anchor, state.params)
-        train(store, tx, "fast", 12, keep_every=2, round_timeout=0.05)
+        train(store, tx, "fast", 12, round_timeout=0.05)
         rounds = {int(name.split("/")[1]) for name in store.list("rounds/")}
         assert min(rounds) >= 10
         bodies = {name for name in store.list("bodies/")}

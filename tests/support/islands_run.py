@@ -1,5 +1,6 @@
 """Islands that train a small model: in threads over one store, or one after another."""
 
+import contextlib
 import itertools
 import threading
 from functools import cache, partial
@@ -130,3 +131,19 @@ def left_of(state):
     ahead = jax.tree.map(lambda a, p: a - p, total(local.anchor), total(state.params))
     residual = getattr(local.reducer[0], "residual", None)
     return ahead if residual is None else jax.tree.map(np.add, ahead, total(residual.value))
+
+
+@contextlib.contextmanager
+def compiled_programs():
+    """Collects the events of programs that are compiled inside the block."""
+    compiled = []
+
+    def listen(event, duration_secs, **kwargs):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,374 @@
+"""Which run a store holds: its number, and the model and method of all of its islands, by what these compute.
+
+Shapes cannot tell two quantizers of equal bytes apart, nor momentum from Nesterov momentum. So `run.json` also has the
+programs of a round as text, with every number in them, and the bits that they give on inputs that all islands make
+alike. Both are of decoding and of the outer step: what the steps of an island do between rounds is its own affair.
+"""
+
+import enum
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._core.compat import Literal
+from .._core.jaxprs import inner_jaxprs
+from .._core.trees import is_key, leaf_name
+from .._core.types import PyTree
+from ..local_sgd.state import LocalStepsState
+from ..state.marks import bind
+from ..state.placement import place_leaf
+from . import protocol
+from .base import DamagedError, JoinOptions, RunMismatchError, RunMissingError
+from .connection import Connection
+from .exchange import (
+    RoundMethod,
+    Shared,
+    add_member,
+    common_leaves,
+    digest_of,
+    encode_drift,
+    measure_drift,
+    take_outer_step,
+    to_host,
+    zeros_like,
+)
+from .store import SharedStore
+
+LOG = logging.getLogger("jaxdist.islands")
+RUN_JSON = "run.json"
+# Entries of a leaf that differ from 0 in what the programs are run on, of at most 2 in steps of 1/8: sums of their
+# squares are exact in float32, so that islands on meshes of different sizes get the same bits.
+PATTERN_ENTRIES = 2**16
+OUTER_STEPS = 3
+# Differences that a message names.
+MOST_NUMBERS = 8
+NEW_RUN = "use the model and the method of the run, or begin a new run in an empty folder"
+
+
+class RunIdentity(NamedTuple):
+    """Which run an island belongs to.
+
+    Attributes:
+      id: 32 hexadecimal digits, drawn by the island that opened the run.
+      keep_every: rounds between kept global parameters, the same for all islands.
+      opened: whether this process has opened it.
+      place: where it is, for messages.
+    """
+
+    id: str
+    keep_every: int
+    opened: bool
+    place: str
+
+    @property
+    def mark(self) -> str:
+        """What records of the run have of its number."""
+        return self.id[:8]
+
+
+NO_RUN = RunIdentity("", 0, False, "")
+
+
+# The description of a run
+
+
+def describe(
+    method: RoundMethod,
+    local: LocalStepsState,
+    params: PyTree | None,
+    payload: list[Any],
+    *,
+    sync_period: int,
+    needs_rate: bool,
+) -> dict[str, Any]:
+    """What all islands of a run must have in common, as JSON can hold it."""
+    device = jax.devices()[0]
+    dtypes = {} if params is None else {"dtypes": _shapes(params)}
+    params = local.anchor if params is None else params
+    return dtypes | {
+        "format": protocol.FORMAT,
+        "sync_period": sync_period,
+        "parameters": _shapes(local.anchor),
+        "reducer": _shapes(jax.eval_shape(method.reducer.init, local.anchor)),
+        "payload": [f"{x.dtype}{list(x.shape)}" for x in payload],
+        "code": None if method.reducer.forms.codec is None else method.reducer.forms.codec.name,
+        "outer optimizer": _shapes(local.outer[0]),
+        "programs": _fingerprint(method, local, params, needs_rate=needs_rate),
+        "call": str(method.reducer),
+        "versions": {"jax": jax.__version__, "device": device.device_kind},
+    }
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {leaf_name(path): f"{x.dtype}{list(x.shape)}" for path, x in found}
+
+
+def _fingerprint(
+    method: RoundMethod, local: LocalStepsState, params: PyTree, *, needs_rate: bool
+) -> dict[str, dict[str, Any]]:
+    """Text, numbers and results of the programs that all islands run alike; compiles none that meetings do not need."""
+    anchor, params = _pattern(local.anchor, 1), _pattern(params, 2)
+    reducer = _place_fresh(method.reducer.init(anchor), local.reducer[0])
+    shared = Shared(anchor, _place_fresh(method.outer.init(anchor), local.outer[0]), common_leaves(reducer))
+    one = np.float32(1)
+    encoding = (method, np.int32(0), measure_drift(anchor, params), reducer, one)
+    hosts = [to_host(x) for x in encode_drift(*encoding)[0]]
+    total, replicated = zeros_like(anchor), shared.reducer
+    adding = (method, total, hosts, one, reducer)
+    for _ in range(2):  # the second member is added to what the first left
+        total, replicated = add_member(*adding)
+        adding = (method, total, hosts, one, reducer)
+    decoded = digest_of(Shared(total, shared.outer, replicated))
+    stepping = (method, shared, total, one, replicated, one)
+    # The outer step takes the rate of the inner ones, or none.
+    rates = [one if needs_rate else None, *[one] * (OUTER_STEPS - 1)]
+    for rate in rates:
+        shared = take_outer_step(method, shared, total, one, replicated, rate)
+    return {
+        "reducer": _spell([encode_drift.trace(*encoding), add_member.trace(*adding)]) | {"result": decoded},
+        "outer optimizer": _spell([take_outer_step.trace(*stepping)]) | {"result": digest_of(shared)},
+    }
+
+
+def _pattern(like: PyTree, salt: int) -> PyTree:
+    """Arrays placed like those of a tree, whose first entries are ±1, ±1/2, ±1/4 and ±1/8 in an irregular order."""
+
+    def make_leaf(number: int, x: Any) -> Any:
+        size = min(x.size, PATTERN_ENTRIES)
+        draws = np.random.Generator(np.random.PCG64([salt, number])).integers(0, 8, size)
+        values = np.zeros(x.size, x.dtype)
+        values[:size] = (np.where(draws < 4, 1, -1) * 0.5 ** (draws % 4)).astype(x.dtype)
+        values = values.reshape(x.shape)
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: values[index])
+
+    leaves, structure = jax.tree.flatten(like)
+    return structure.unflatten([make_leaf(number, x) for number, x in enumerate(leaves)])
+
+
+def _place_fresh(fresh: PyTree, like: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: place_leaf(x, y.sharding), bind(fresh, None), like)
+
+
+def _spell(traced: list[Any]) -> dict[str, Any]:
+    """The hash of the text of programs, and the numbers in them."""
+    numbers: set[str] = set()
+    text = "\n".join(line for program in traced for line in _lines(program.jaxpr, numbers))
+    return {"program": protocol.hash_of(text.encode()), "numbers": sorted(numbers)}
+
+
+def _lines(closed: Any, numbers: set[str]) -> Iterator[str]:
+    """A program as text: primitives, operands, numbers and constants; no shardings and no names, which may differ."""
+    names = {variable: f"x{i}" for i, variable in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
+
+    def spell_operand(atom: Any) -> str:
+        if not isinstance(atom, Literal):
+            return names[atom]
+        numbers.add(str(atom.val))
+        return f"{atom.aval}({atom.val})"
+
+    yield from (f"constant {_hash_constant(value)}" for value in closed.consts)
+    for equation in closed.jaxpr.eqns:
+        operands = [spell_operand(atom) for atom in equation.invars]
+        names |= {variable: f"x{len(names) + i}" for i, variable in enumerate(equation.outvars)}
+        options = [f"{key}={value}" for key, value in sorted(equation.params.items()) if _is_plain(key, value)]
+        yield " ".join([equation.primitive.name, *operands, *options])
+        for inside in inner_jaxprs(equation):
+            yield "{"
+            yield from _lines(inside, numbers)
+            yield "}"
+    yield " ".join(["return", *(spell_operand(atom) for atom in closed.jaxpr.outvars)])
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """Whether an option of an equation is a number or the like, the same on every mesh and in every process."""
+    if isinstance(value, tuple):
+        return all(_is_plain(key, part) for part in value)
+    return key != "name" and isinstance(value, int | float | str | np.dtype | np.generic | enum.Enum)
+
+
+def _hash_constant(value: Any) -> str:
+    x = np.asarray(jax.random.key_data(value) if is_key(value) else value)
+    return f"{x.dtype}{list(x.shape)} {hashlib.blake2b(np.ascontiguousarray(x).tobytes(), digest_size=16).hexdigest()}"
+
+
+def read_description(body: bytes) -> dict[str, Any]:
+    """Reads the description of a run; raises DamagedError if it is none."""
+    cure = "restore the file from a copy, or begin a new run in an empty folder, from a checkpoint"
+    try:
+        found = json.loads(body)
+    # So are brackets that nest too deeply to be read.
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"run.json is no description of a run ({error}); {cure}") from error
+    if not isinstance(found, dict):
+        raise DamagedError(f"run.json is no description of a run, it has {body[:40]!r}; {cure}")
+    return found
+
+
+# Opening a run, and finding it again
+
+
+def place_of(url: "str | os.PathLike[str] | SharedStore") -> str:
+    """The name of a store in messages."""
+    return "this store" if isinstance(url, SharedStore) else str(url)
+
+
+def find_run(get: Callable[[str], bytes | None], place: str) -> dict[str, Any]:
+    """The description of the run in a store.
+
+    Raises:
+      RunMissingError: there is none.
+    """
+    body = get(RUN_JSON)
+    if body is None:
+        raise RunMissingError(
+            f"there is no run of islands in {place}: it has no run.json; give the URL that islands join, and mount its "
+            "disk first"
+        )
+    return read_description(body)
+
+
+def open_run(
+    store: Connection, describe_own: Callable[[], dict[str, Any]], *, place: str, keep_every: int, begin: bool
+) -> RunIdentity:
+    """Finds the run in a store, or opens it, and compares its description with one's own.
+
+    Args:
+      describe_own: makes this island's description, which takes a while.
+      begin: whether to open the run if there is none.
+
+    Raises:
+      RunMismatchError: the descriptions differ; it names the first difference. Nothing was written.
+      RunMissingError: there is no run, and `begin` is false or there are rounds of one.
+    """
+    is_new = begin and store.get(RUN_JSON) is None
+    if is_new:
+        _check_empty(store, place)
+    else:
+        find_run(store.get, place)
+    own, number = describe_own(), None
+    if is_new:
+        number = store.ask(lambda: uuid.uuid4().hex)
+        # Of several islands that open the run at once, one writes its description.
+        store.create(RUN_JSON, protocol.to_json({"id": number, "keep_every": keep_every, **own}))
+    theirs = find_run(store.get, place)
+    difference = find_difference(theirs, own)
+    if difference is not None:
+        raise RunMismatchError(f"the run in {place} has another model or method than this island: {difference}")
+    return RunIdentity(theirs["id"], theirs["keep_every"], theirs["id"] == number, place)
+
+
+def check_same(store: Connection, run: RunIdentity) -> None:
+    """Checks that the store still holds this run, since a disk may have been mounted in its place.
+
+    Raises:
+      RunMismatchError: it holds another.
+      ConnectionError: it holds none, as a folder under which nothing is mounted.
+    """
+    body = store.get(RUN_JSON)
+    if body is None:
+        raise ConnectionError(
+            f"run {run.id} is not in {run.place}: its run.json is missing; mount its disk again, or restore the file"
+        )
+    check_mark(str(read_description(body).get("id")), run, RUN_JSON)
+
+
+def check_mark(found: str, run: RunIdentity, name: str) -> None:
+    """Checks the number of a run, or its first digits, that a file has.
+
+    Raises:
+      RunMismatchError: it is that of another run.
+    """
+    if not found or not run.id.startswith(found):
+        raise RunMismatchError(
+            f"this island belongs to run {run.id}, and {name} in {run.place} to run {found or 'without a number'}: "
+            "another disk is mounted there, or the folder was replaced; nothing of this island was counted in it. "
+            "Mount the disk of its run, or start this island again to enter the other run"
+        )
+
+
+def _check_empty(store: Connection, place: str) -> None:
+    """Checks that a store without a description has no rounds either, which would be those of another run."""
+    names = store.list("anchors/") + store.list("rounds/")
+    if names:
+        raise RunMissingError(
+            f"{place} has rounds of a run ({names[-1]}) and no run.json: restore that file from a copy, or begin a new "
+            "run in an empty folder, from a checkpoint"
+        )
+
+
+def log_entered(run: RunIdentity, number: int, kept: int, options: JoinOptions) -> None:
+    """Says in the log which run an island has entered, and where."""
+    if run.opened:
+        LOG.info("%s has opened run %s in %s", options.name, run.id, run.place)
+    found = f"the kept global parameters of round {kept} and the {number - kept} rounds since"
+    LOG.info("%s is in run %s in %s at round %d: %s", options.name, run.id, run.place, number, found)
+    if run.keep_every != options.keep_every:
+        text = "%s keeps global parameters every %d rounds, as its run does, and not every %d"
+        LOG.info(text, options.name, run.keep_every, options.keep_every)
+
+
+# Differences, in words
+
+
+def find_difference(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
+    """The first difference of two descriptions, and what to do; `None` if islands of both compute the same."""
+    its, ours = theirs.get("format"), own["format"]
+    if its != ours:
+        return f"format: {its} in the run, {ours} here; use the version of jaxdist that opened it"
+    words = _find_shapes(theirs, own) or _find_program(theirs, own)
+    return None if words is None else f"{words}; {NEW_RUN}"
+
+
+def _find_shapes(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
+    for key in ("sync_period", "parameters", "dtypes", "reducer", "payload", "code", "outer optimizer"):
+        # Who only reads has parameters of any dtype.
+        its, ours = theirs.get(key), own.get(key)
+        if key not in own or its == ours:
+            continue
+        if key in ("reducer", "payload", "code") and theirs.get("call") != own["call"]:
+            return _name_both("reducer", theirs.get("call"), own["call"])
+        if isinstance(its, dict) and isinstance(ours, dict):
+            name = next(name for name in sorted({*its, *ours}) if its.get(name) != ours.get(name))
+            key, its, ours = f"{key} {name!r}", its.get(name), ours.get(name)
+        return _name_both(key, its, ours)
+    return None
+
+
+def _find_program(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
+    versions, here = theirs.get("versions") or {}, own["versions"]
+    for part, ours in own["programs"].items():
+        its = (theirs.get("programs") or {}).get(part) or {}
+        same_program = its.get("program") == ours["program"]
+        # Another version of JAX may write the same program in another way.
+        if its.get("result") == ours["result"] and (same_program or versions.get("jax") != here["jax"]):
+            continue
+        if same_program:
+            return (
+                f"{part}: the same program, which gives other bits here: another type of hardware or other versions "
+                f"({versions} in the run, {here} here)"
+            )
+        if part == "reducer" and theirs.get("call") != own["call"]:
+            return _name_both(part, theirs.get("call"), own["call"])
+        cause = "its arguments" if part == "reducer" else "momentum, nesterov, schedule or learning rate"
+        words = f"{part}: equal shapes, another program ({cause})"
+        return words + _name_numbers(its.get("numbers") or [], ours["numbers"])
+    return None
+
+
+def _name_both(part: str, its: Any, ours: Any) -> str:
+    return f"{part}: {its} in the run, {ours} here"
+
+
+def _name_numbers(its: list[str], ours: list[str]) -> str:
+    """The numbers that only one of two programs has, as far as they fit into a message."""
+    alone = [("the run", set(its) - set(ours)), ("this island", set(ours) - set(its))]
+    words = [f"only {who} has {', '.join(sorted(some)[:MOST_NUMBERS])}" for who, some in alone if some]
+    return f": of the numbers in it, {'; '.join(words)}" if words else ""
