@@ -68,7 +68,9 @@ def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.Gradie
     inner = with_extra_args(inner)
 
     def init_fn(params) -> DelayedState:
-        return DelayedState(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32), jnp.array(False))
+        return DelayedState(
+            inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32), jnp.array(False)
+        )
 
     def update_fn(updates, state, params=None, *, delay: Any = None, **extra_args):
         given = sorted({"examples", "active"} & set(extra_args))
