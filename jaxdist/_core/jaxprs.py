@@ -111,6 +111,16 @@ def evaluate(
     return read(jaxpr.outvars)
 
 
+def find_forwarded(closed: Any) -> list[int | None]:
+    """Returns for each result of a trace the argument that it is, unchanged and through any calls, or `None`."""
+
+    def rule(equation: Any, operands: list[int | None]) -> list[int | None]:
+        return operands if equation.primitive.name in CASTS else [None] * len(equation.outvars)
+
+    arguments = range(len(closed.jaxpr.invars))
+    return evaluate(closed, rule, arguments, literal=lambda _: None, constant=lambda _: None)
+
+
 class LabelSets(NamedTuple):
     """`masks`: the labels that each result depends on; `merges`: equations whose operands had different labels."""
 

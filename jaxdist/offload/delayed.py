@@ -7,17 +7,26 @@ import jax.numpy as jnp
 import optax
 
 from .._core.checks import check_count
-from .._core.types import Array, Int, PyTree, State
+from .._core.trees import tree_where
+from .._core.types import Array, Bool, Int, PyTree, State
 from ..transforms.extra_args import with_extra_args
 from ..transforms.mistakes import communicates
 
 
 class DelayedState(NamedTuple):
-    """`inner`: the optimizer's state; `pending`: the gradients of the last step; `count` of steps."""
+    """`inner`: the optimizer's state; `pending`: the gradients of the last step; `count` of steps.
+
+    `dropped`: whether `pending` is not to be applied, since a step with it was skipped.
+    """
 
     inner: State
     pending: PyTree
     count: Int[Array, ""]
+    dropped: Bool[Array, ""]
+
+    def drop_pending(self, drop: Bool[Array, ""]) -> "DelayedState":
+        """Drops the last gradients, on which every further step would fail as one did that `skip_nonfinite` skipped."""
+        return self._replace(dropped=tree_where(drop, jnp.ones_like(self.dropped), self.dropped))
 
 
 def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.GradientTransformationExtraArgs:
@@ -59,7 +68,9 @@ def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.Gradie
     inner = with_extra_args(inner)
 
     def init_fn(params) -> DelayedState:
-        return DelayedState(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
+        return DelayedState(
+            inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32), jnp.array(False)
+        )
 
     def update_fn(updates, state, params=None, *, delay: Any = None, **extra_args):
         given = sorted({"examples", "active"} & set(extra_args))
@@ -81,10 +92,11 @@ def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.Gradie
             )
         steps, new = inner.update(used, state.inner, params, **extra_args)
         if delay is not False:
-            # Step `start` has no earlier gradients to apply.
-            waits = state.count == start
+            # Step `start` has no earlier gradients to apply, nor has one after those were dropped.
+            waits = (state.count == start) | ((state.count > start) & state.dropped)
             steps = jax.tree.map(lambda u: jnp.where(waits, jnp.zeros_like(u), u), steps)
             new = jax.tree.map(lambda after, before: jnp.where(waits, before, after), new, state.inner)
-        return steps, DelayedState(new, kept, jnp.asarray(optax.safe_increment(state.count)))
+        count = jnp.asarray(optax.safe_increment(state.count))
+        return steps, DelayedState(new, kept, count, jnp.zeros_like(state.dropped))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -13,7 +13,7 @@ from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.dtypes import widen_like, working_dtype
 from .._core.trees import tree_where
-from .._core.types import Like, PyTree, Updates
+from .._core.types import Array, Like, PyTree, Updates
 from ..comm.base import Comm
 from ..compressors.top_k import Method, top_k
 from ..state.marks import PerWorker, with_value
@@ -170,6 +170,12 @@ class _DGC(NamedTuple):
 
 def _clip(gradients: PyTree, norm: float) -> PyTree:
     """Scales gradients down to this norm, of all leaves together, if theirs is larger."""
+
+    def scale(tree: PyTree, factor: Array) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), tree)
+
+    # In two factors: a norm near the largest number overflows, and a quotient by it vanishes.
+    shift = jnp.where(tree_norm(gradients) > 2.0**100, 2.0**-24, 1.0)
+    gradients = scale(gradients, shift)
     length = tree_norm(gradients)
-    factor = jnp.minimum(1.0, norm / jnp.where(length == 0, 1.0, length))
-    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)
+    return scale(gradients, jnp.minimum(1 / shift, norm / jnp.where(length == 0, 1.0, length)))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from .._core.descriptions import with_description
 from .._core.types import Array
 from .reducer import Reducer
-from .robust import RobustMean, robust
+from .robust import RobustMean, midpoint, robust
 
 
 @with_description
@@ -57,4 +57,4 @@ def _weighted_median(values: Array, weights: Array) -> Array:
         jnp.take_along_axis(values, jnp.argmax(reached, axis=0, keepdims=True), axis=0)[0]
         for reached in (total >= half, total > half)
     )
-    return jnp.where(half[0] > 0, 0.5 * lower + 0.5 * upper, 0)
+    return jnp.where(half[0] > 0, midpoint(lower, upper), 0)

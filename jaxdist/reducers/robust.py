@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from .._core.dtypes import working_dtype
 from .._core.types import Array, Float, State, Updates
+from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
 from .messages import from_generator
 from .reducer import Extras, Forms, Law, Messages, Protocol, Reduced, Reducer, Use
+from .trees import LARGEST_UNIT
 
 _NO_FEEDBACK = (
     "error feedback around {name} would keep what the other workers outvoted and send it again: it loses no part of an "
@@ -65,8 +67,19 @@ def _reduce_equal(trim: int | None, x: Array) -> Array:
     # NaN is sorted to the end.
     ordered, workers = jnp.sort(x.astype(working_dtype(x.dtype)), axis=0), x.shape[0]
     if trim is None:
-        # Halved first: the sum of two huge numbers would overflow.
-        mean = 0.5 * ordered[(workers - 1) // 2] + 0.5 * ordered[workers // 2]
+        mean = midpoint(ordered[(workers - 1) // 2], ordered[workers // 2])
     else:
-        mean = jnp.mean(ordered[trim : workers - trim] if workers > 1 else ordered, axis=0)
+        kept = ordered[trim : workers - trim] if workers > 1 else ordered
+        # The largest of the kept entries is a unit that the compiler cannot move out of the sum.
+        unit = jnp.minimum(largest_entry(jnp.abs(kept), 0), LARGEST_UNIT)
+        plain = jnp.mean(kept, axis=0)
+        mean = jnp.where(jnp.isfinite(plain), plain, unit * jnp.mean(kept / unit[None], axis=0))
     return mean.astype(x.dtype)
+
+
+def midpoint(low: Array, high: Array) -> Array:
+    """Returns the mean of two values, which does not overflow."""
+    # The sum of two huge numbers would; that of their halves too, because XLA adds first and then halves the sum.
+    mean = jnp.where((low < 0) == (high < 0), low + 0.5 * (high - low), 0.5 * (low + high))
+    # Two infinities have no difference.
+    return jnp.where(low == high, low, mean)

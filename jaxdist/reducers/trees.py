@@ -9,6 +9,9 @@ from .._core.dtypes import narrow, widen
 from .._core.types import Array, Float, PyTree, Updates
 from .._core.xla_quirks import largest_entry
 
+# XLA divides by a broadcast number by multiplying with its inverse, which is zero for larger ones.
+LARGEST_UNIT = 2.0**126
+
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Casts each leaf to the dtype of its counterpart; to float16, what is finite stays finite.
@@ -37,7 +40,7 @@ def tree_norm(tree: Updates) -> Float[Array, ""]:
         jnp.stack([largest_entry(jnp.abs(leaf), initial=0.0).astype(jnp.float32) for leaf in leaves])
     )
     # Squares of quotients of the largest entry neither vanish nor overflow.
-    unit = jnp.where(largest == 0, 1.0, largest)
+    unit = jnp.where(largest == 0, 1.0, jnp.minimum(largest, LARGEST_UNIT))
     squares = [jnp.sum(jnp.square((widen(leaf) / unit).astype(jnp.float32))) for leaf in leaves]
     return unit * jnp.sqrt(jnp.stack(squares).sum())
 

@@ -69,7 +69,7 @@ def distribute(
       static_argnames: keyword arguments of the step that are Python values; each combination is a separate program.
       check: `"types"` proves while tracing that unmarked state and metrics are equal on all workers, at no cost.
         `"values"` is for losses that JAX cannot type (a flax LSTM, `optax.ctc_loss`): it compares a hash of all
-        replicated leaves across workers after the first call and after every hundredth.
+        replicated leaves across workers after calls 1, 2, 4, 8, ... 64, and after every hundredth from 101 on.
       donate: reuses the memory of the state for the result. `False` keeps the state that was passed in usable.
 
     Returns:
@@ -304,15 +304,18 @@ def _hashes(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[list[Array]], Array]
 
 
 def with_value_checks(run: Any, mesh: Mesh, axis: AxisNames) -> Any:
-    """Wraps a compiled step with a comparison after the first call and after every `CHECK_EVERY`-th."""
+    """Wraps a compiled step with comparisons after more and more calls, and from then on in every `CHECK_EVERY`-th."""
     calls = 0
 
     @functools.wraps(run)
     def run_and_check(state, batch, **static):
         nonlocal calls
         state, metrics = run(state, batch, **static)
-        # After the first call too: most mistakes show in the first step.
-        if calls % CHECK_EVERY == 0:
+        # Most mistakes show in the first step; in the second those of wrappers that compare it with the first one
+        # (mechanize: its first factor is the same on all workers, whatever their gradients); in later ones those of
+        # rounds and cycles.
+        number = calls + 1
+        if calls % CHECK_EVERY == 0 or (number < CHECK_EVERY and number.bit_count() == 1):
             names = disagreement(state, mesh, axis=axis)
             if names:
                 raise ValueError(

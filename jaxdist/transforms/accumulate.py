@@ -10,17 +10,17 @@ import optax
 from .._core.checks import check_count
 from .._core.compat import vary_like
 from .._core.dtypes import working_dtype
-from .._core.trees import next_count
-from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
+from .._core.trees import next_count, tree_where
+from .._core.types import Array, AxisNames, Bool, Int, Like, PyTree, State, Updates
 from ..state.marks import PerWorker, bind, is_mark, with_value
 from .extra_args import with_extra_args
 from .local_gradients import check_leaves, check_local
 from .skip_nonfinite import is_guarded
-from .weights import scale_leaves, weight_of_worker
+from .weights import divide_leaves, scale_leaves, weight_of_leaves
 
 
 class AccumulateState(NamedTuple):
-    """Each worker's sums since the last sync, `total` of gradients and `examples`; `count` of calls (replicated).
+    """Each worker's sums since the last sync: `total` of gradients, `examples` behind each leaf; `count` (replicated).
 
     `shards` are the sums for parameters that are sharded themselves (`Sharded`, with `None` in place of the others), or
     `()`; `total` has `None` in their place.
@@ -31,6 +31,12 @@ class AccumulateState(NamedTuple):
     examples: PerWorker
     count: Int[Array, ""]
     shards: PyTree = ()
+
+    def drop_pending(self, drop: Bool[Array, ""]) -> "AccumulateState":
+        """Begins the sums again, with which every further sync would fail as one did that `skip_nonfinite` skipped."""
+        sums = (self.total, self.examples, self.count, self.shards)
+        total, examples, count, shards = tree_where(drop, jax.tree.map(jnp.zeros_like, sums), sums)
+        return self._replace(total=total, examples=examples, count=count, shards=shards)
 
 
 def accumulate(
@@ -43,7 +49,8 @@ def accumulate(
 
     *On the wire*: the collectives of `tx` in one of `steps` calls; nothing in the others.
 
-    *State*: the state of `tx`; a sum like the parameters in float32 and a number of examples for each worker; a count.
+    *State*: the state of `tx`; for each worker a sum like the parameters in float32 and a number of examples
+    for each leaf; a count.
     The sums for `Sharded` parameters (`zero_redundancy` in stage 3) are sharded: their gradients are means already.
 
     Args:
@@ -54,8 +61,9 @@ def accumulate(
     Returns:
       The transformation. Its updates are zero between two syncs. `update` takes `sync=`, a Python bool that replaces
       the count, so that the program for `False` has no collective (`distribute(..., static_argnames=("sync",))`), and
-      `examples=`, one number, which weighs calls as well as workers, and `active=`: a call that is not active adds
-      nothing, and a worker is active in the update if it was in one of the calls.
+      `examples=`, a number or, in all calls of a sync, a tree of numbers for single leaves, which weighs calls as well
+      as workers; and `active=`: a call that is not active adds nothing, and a worker is active in the update if it was
+      in one of the calls.
 
     Raises:
       ValueError: `steps` is below 1; at trace time, if there is neither `steps` nor `sync=`, if `sync=` is an array, if
@@ -86,9 +94,10 @@ class _Accumulate(NamedTuple):
     def init(self, params: PyTree) -> State:
         check_leaves(params, sharded=True)
         total, shards = _split(jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params))
+        leaves = len(jax.tree.leaves(params, is_leaf=is_mark))
         # Another number of workers takes the mean of the sums: nothing that was accumulated is lost.
         marked = bind(
-            (PerWorker(total, resize="mean"), PerWorker(jnp.zeros((), jnp.float32), resize="mean")), self.axis
+            (PerWorker(total, resize="mean"), PerWorker(jnp.zeros(leaves, jnp.float32), resize="mean")), self.axis
         )
         return AccumulateState(
             self.tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32), bind(shards, self.axis)
@@ -114,23 +123,26 @@ class _Accumulate(NamedTuple):
             )
         sums = _join(state.total.value, state.shards)
         # Without examples, each call counts as one, and an inactive one as none.
-        weight = weight_of_worker(examples, active, name="accumulate")
+        weight = weight_of_leaves(examples, active, updates)
         number = jnp.ones((), jnp.float32) if weight is None else weight
+        is_tree = number.ndim > 0
         # Summed in float32: a sum of half-precision gradients would lose the small ones.
         wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, sums)
         if extra_args.get("value") is not None and is_guarded(state.inner):
             # Only the loss of the last call is passed on: a gradient of NaN stands for those of the others.
             loss = jnp.asarray(extra_args["value"])
             wide = jax.tree.map(lambda x: jnp.where(jnp.isnan(loss).any(), jnp.nan, x), wide)
-            extra_args["value"] = jnp.where(number > 0, loss, jnp.zeros_like(loss))
+            extra_args["value"] = jnp.where((number > 0).any(), loss, jnp.zeros_like(loss))
         total = jax.tree.map(jnp.add, sums, wide if weight is None else scale_leaves(wide, number))
         seen = state.examples.value + number
         count = next_count(state.count)
 
         def communicate(total, seen, inner):
-            mean = jax.tree.map(lambda t, x: (t / jnp.where(seen > 0, seen, 1)).astype(x.dtype), total, updates)
-            passed = extra_args if examples is None else {**extra_args, "examples": seen}
-            passed = passed if active is None else {**passed, "active": seen > 0}
+            mean = jax.tree.map(lambda t, x: t.astype(x.dtype), divide_leaves(total, seen), updates)
+            # One number for a sum of numbers, since not all that communicates weighs single leaves.
+            numbers = jax.tree.structure(updates).unflatten(list(seen)) if is_tree else seen[0]
+            passed = extra_args if examples is None else {**extra_args, "examples": numbers}
+            passed = passed if active is None else {**passed, "active": (seen > 0).any()}
             return self.tx.update(mean, inner, params, **passed)
 
         due = _is_due(sync, self.steps, count)

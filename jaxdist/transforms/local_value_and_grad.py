@@ -11,7 +11,7 @@ from jax import lax
 from .._core.checks import check_range
 from .._core.compat import cast_varying, like_of, mesh_axes_being_mapped, vary_like
 from .._core.dtypes import working_dtype
-from .._core.jaxprs import propagate
+from .._core.jaxprs import find_forwarded, propagate
 from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, PyTree
 from ..comm.over import over
@@ -327,10 +327,11 @@ def _check_changes(loss: Callable[..., Any]) -> Callable[..., Any]:
     def checked_loss(*args):
         # A module is changed in place, and it is a copy of the one that the step has.
         before = variables_by_path(args)
+        leaves, structure = jax.tree.flatten(args)
         value = loss(*args)
         after = variables_by_path(args)
-        changed = [path for path, leaf in before.items() if after.get(path, leaf) is not leaf]
-        if changed:
+        replaced = [path for path, leaf in before.items() if after.get(path, leaf) is not leaf]
+        if changed := replaced and _find_changed(loss, structure, leaves, replaced):
             raise ValueError(
                 f"the loss changes {name_leaf('its argument', changed[0][:-1])}, and the change would be lost: return "
                 "it, local_value_and_grad(loss, has_aux=True), as nnx.state(model, nnx.BatchStat) gives it, and "
@@ -339,6 +340,29 @@ def _check_changes(loss: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     return functools.wraps(loss)(checked_loss)
+
+
+def _find_changed(loss: Callable[..., Any], structure: Any, leaves: list[Any], paths: list[Any]) -> list[Any]:
+    """The Variables, of those that the loss replaces, that it does not replace by what they were.
+
+    `nnx.remat` and `nnx.jit` write all Variables of a module back, from results that their function passes through.
+    """
+    numbers = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+    def run_loss(arrays):
+        known = list(leaves)
+        for i, x in zip(numbers, arrays, strict=True):
+            known[i] = x
+        args = structure.unflatten(known)
+        loss(*args)
+        after = variables_by_path(args)
+        return [after[path] for path in paths]
+
+    sources = find_forwarded(jax.make_jaxpr(run_loss)([leaves[i] for i in numbers]))
+    places = variables_by_path(structure.unflatten(range(len(leaves))))
+    return [
+        path for path, source in zip(paths, sources, strict=True) if source is None or numbers[source] != places[path]
+    ]
 
 
 def _split(x: Any, parts: int) -> Any:

@@ -115,15 +115,17 @@ def skip_nonfinite(
             bad = bad | (lost if weight is None else lost & (weight > 0).any())
         clean = jax.tree.map(lambda x: jnp.where(bad, jnp.zeros_like(x), x), checked)
         new_updates, inner = tx.update(clean, state.inner, params, **extra_args)
-        # One flag for gradient, updates and new state, and one collective for it.
-        bad = bad | _any(~jnp.isfinite(x).all() for x in _inexact(new_updates)) | _overflows(state.inner, inner)
+        failed = _any(~jnp.isfinite(x).all() for x in _inexact(new_updates)) | _overflows(state.inner, inner)
         if params is not None:
-            bad = bad | _overflows(params, jax.tree.map(_apply_update, params, new_updates))
-        # One worker's bad value skips the step on all of them, which keeps replicated state equal.
-        skip = comm.max(comm.varying(bad.astype(jnp.int32))) > 0
+            failed = failed | _overflows(params, jax.tree.map(_apply_update, params, new_updates))
+        # One number for gradient, updates and new state, and one collective for it. One worker's bad value skips the
+        # step on all of them, which keeps replicated state equal.
+        worst = comm.max(comm.varying(jnp.where(failed, 2, bad.astype(jnp.int32))))
+        skip = worst > 0
         new_updates = jax.tree.map(lambda x: jnp.where(skip, jnp.zeros_like(x), x), new_updates)
         inner = tree_where(skip, state.inner, inner)
-        inner = _drop_pending(inner, skip)
+        # What was kept from earlier steps is at fault only if the step failed without the bad gradient.
+        inner = _drop_pending(inner, worst > 1)
         # Counts go on through skipped steps; all other state is restored.
         consecutive = jnp.where(skip, optax.safe_increment(state.consecutive), 0)
         # From the factory and not from the state: a resumed run follows its own setting.
@@ -246,7 +248,13 @@ def _drop_pending(state: State, drop: Array) -> State:
     def may_drop(node: Any) -> bool:
         return hasattr(node, "drop_pending")
 
-    return jax.tree.map(lambda node: node.drop_pending(drop) if may_drop(node) else node, state, is_leaf=may_drop)
+    state = state.drop_pending(drop) if may_drop(state) else state
+    # Such states may be inside each other.
+    return jax.tree.map(
+        lambda node: _drop_pending(node, drop) if may_drop(node) else node,
+        state,
+        is_leaf=lambda node: node is not state and may_drop(node),
+    )
 
 
 def _apply_update(parameter: Any, update: Array) -> Array:

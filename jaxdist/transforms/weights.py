@@ -142,6 +142,11 @@ def scale_leaves(tree: Updates, factor: Array) -> Updates:
     return _map_leaves(scale_leaf, tree, factor)
 
 
+def divide_leaves(tree: Updates, number: Array) -> Updates:
+    """Divides by `number`, one or `[leaves]`; by 1 where it is 0."""
+    return _map_leaves(lambda x, number: x / jnp.where(number > 0, number, 1), tree, number)
+
+
 def zero_unless(used: Array, tree: Updates) -> Updates:
     """Returns the tree with zeros in place of the leaves that are not `used`, one boolean or `[leaves]`."""
     return _map_leaves(lambda x, used: jnp.where(used, x, jnp.zeros_like(x)), tree, used)

@@ -87,11 +87,24 @@ def test_a_planted_disagreement_is_named(mesh, monkeypatch):
     with pytest.raises(ValueError, match=r"after call 1: lost; reduce"):
         jd.distribute(drifting(0), mesh, check="values")(state(), batch())
     monkeypatch.setattr(sys.modules["jaxdist.runtime.distribute"], "CHECK_EVERY", 3)
+    run, now = jd.distribute(drifting(1), mesh, check="values"), state()
+    now, _ = run(now, batch())
+    with pytest.raises(ValueError, match="after call 2: lost"):
+        run(now, batch())
     run, now = jd.distribute(drifting(2), mesh, check="values"), state()
     for _ in range(3):
         now, _ = run(now, batch())
     with pytest.raises(ValueError, match="after call 4: lost"):
         run(now, batch())
+
+
+def test_a_wrapper_that_compares_steps_is_named_in_the_second(mesh):
+    """The first factor of mechanize is the same on all workers; it multiplies later gradients with the change since."""
+    tx = optax.contrib.mechanize(optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1)))
+    run, state = jd.distribute(make_step(tx), mesh, check="values"), fresh(tx, mesh)
+    state, _ = run(state, batch())
+    with pytest.raises(ValueError, match="after call 2: "):
+        run(state, batch())
 
 
 @pytest.mark.slow

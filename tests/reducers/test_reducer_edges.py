@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxdist as jd
+from jaxdist.reducers.dgc import _clip
 from jaxdist.reducers.reducer import Extras
 from jaxdist.reducers.trees import tree_norm
 
@@ -204,3 +205,17 @@ def test_leaves_without_entries_are_simulated(examples):
 
     _, updates = jd.simulate(step, 4)(jd.place(tx.init(params), 4), jnp.arange(4.0))
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("largest", [3e38, 1e38, 1.0, 1e-20])
+def test_norms_of_values_near_the_largest_number(largest, compiled):
+    """DGC clips by the norm, which may overflow itself; a norm of 0 would leave huge gradients as they are."""
+    rows = np.array([1, -1, 0.5, 0]) * largest
+    tree = {"w": jnp.asarray(rows, jnp.float32)}
+    run = jax.jit if compiled else lambda f: f
+    length = np.linalg.norm(rows)
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(run(tree_norm)(tree), np.float32(length), rtol=1e-6)
+    expected = rows * min(1, 0.5 / length)
+    np.testing.assert_allclose(run(lambda x: _clip(x, 0.5))(tree)["w"], expected, rtol=1e-5, atol=1e-30)

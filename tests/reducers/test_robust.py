@@ -171,3 +171,29 @@ def test_half_precision(name):
     found = reduce_rows(reducer, rows)
     assert found.dtype == np.float16
     np.testing.assert_allclose(found, robust_mean(rows, trim=trim), rtol=1e-3)
+
+
+@each_robust
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("workers", [7, 8])
+def test_values_near_the_largest_number_do_not_overflow(name, dtype, weighted, workers):
+    """The true mean is finite."""
+    reducer, trim = ROBUST[name]
+    large = 0.9 * float(jnp.finfo(dtype).max)
+    rows = np.linspace(0.9, 1, workers)[:, None] * np.array([large, -large])
+    rows = np.concatenate([rows, np.resize([large, -large], workers)[:, None]], axis=1)
+    given = jnp.asarray(rows, dtype)
+    found = jax.jit(lambda x: reduce_rows(reducer, x, np.ones(workers) if weighted else None))(given)
+    expected = robust_mean(np.asarray(given.astype(jnp.float32), float), trim=trim)
+    np.testing.assert_allclose(
+        np.asarray(found, float), expected, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-6 * large
+    )
+
+
+@each_robust
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+def test_a_majority_of_infinity_is_seen(name, value, weighted):
+    reducer, _ = ROBUST[name]
+    assert (reduce_rows(reducer, np.full((8, 3), value, np.float32), np.ones(8) if weighted else None) == value).all()

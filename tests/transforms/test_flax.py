@@ -399,3 +399,100 @@ def test_statistics_that_the_loss_would_lose_are_named():
     value = jd.local_value_and_grad(lambda model, data: (loss(model, data), model.norm.mean[...]), has_aux=True)
     (_, mean), _ = value(Model(nnx.Rngs(0)), batch(8))
     assert float(jnp.abs(mean).max()) > 0
+
+
+class Twice(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(jnp.tanh(self.inner(x)), use_running_average=True)
+
+
+# Each applies the module to rows `[n, 4]`; those marked write all Variables back, from results that are arguments.
+LIFTED = {
+    "remat": lambda m, x: nnx.remat(lambda m, x: m(x))(m, x),  # writes back
+    "jit": lambda m, x: nnx.jit(lambda m, x: m(x))(m, x),  # writes back
+    "remat of jit": lambda m, x: nnx.remat(nnx.jit(lambda m, x: m(x)))(m, x),  # writes back
+    "vmap": lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x),
+    "cond": lambda m, x: nnx.cond(x.sum() > -jnp.inf, lambda m, x: m(x), lambda m, x: x, m, x),
+    "scan": lambda m, x: nnx.scan(
+        lambda c, m: (m(c), None), in_axes=(nnx.Carry, None), out_axes=(nnx.Carry, 0), length=1
+    )(x, m)[0],
+}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", LIFTED)
+def test_lifted_transforms_of_nnx_change_no_gradient(name, parts):
+    def gradient(apply):
+        def loss(model, x):
+            return jnp.mean(apply(model, x) ** 2)
+
+        value = jd.local_value_and_grad(loss, micro_batches=parts)
+        run = jax.jit(jax.vmap(value, (None, 0), axis_name="data"))
+        return run(Twice(nnx.Rngs(0)), jnp.arange(32.0).reshape(2, 4, 4) / 32)
+
+    expected = jax.tree.leaves(gradient(lambda m, x: m(x)))
+    assert any(np.abs(x).max() > 0 for x in expected[1:])
+    for x, y in zip(expected, jax.tree.leaves(gradient(LIFTED[name])), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("check", ["types", "values"])
+def test_remat_of_nnx_trains_on_a_mesh(mesh, check):
+    graph, params = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+
+    def step(state, x):
+        apply = nnx.remat(lambda m, x: m(x))
+        _, grads = jd.local_value_and_grad(lambda p, x: jnp.mean(apply(nnx.merge(graph, p), x) ** 2))(state.params, x)
+        updates, opt = TX.update(grads, state.opt, state.params)
+        return State(optax.apply_updates(state.params, updates), opt, ()), {}
+
+    state = jd.place(State(params, TX.init(params), ()), mesh)
+    before = jax.tree.map(np.asarray, state.params)
+    state, _ = jd.distribute(step, mesh, check=check)(state, jnp.ones((8, 4)))
+    assert not np.allclose(jax.tree.leaves(before)[1], jax.tree.leaves(state.params)[1])
+
+
+@pytest.mark.parametrize("lift", [nnx.remat, nnx.jit])
+def test_statistics_that_change_inside_a_lifted_transform_are_named(lift):
+    def loss(model, data):
+        return jnp.mean((lift(lambda m, x: m(x))(model, data["x"]) - data["y"]) ** 2)
+
+    with pytest.raises(ValueError, match=r"changes its argument \[0\]\.norm\.mean.*has_aux=True"):
+        jd.local_value_and_grad(loss)(Model(nnx.Rngs(0)), batch(8))
+
+
+@pytest.mark.parametrize("name", ["remat", "scan"])
+def test_lifted_transforms_of_linen_change_no_gradient(name):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _=None):
+            y = nn.tanh(nn.Dense(4)(x))
+            return (y, None) if name == "scan" else y
+
+    if name == "scan":
+        lifted = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()
+    else:
+        lifted = nn.remat(Layer)()
+    x = jnp.arange(16.0).reshape(4, 4) / 16
+    params = lifted.init(jax.random.key(0), x)
+
+    def apply(p, x):
+        return lifted.apply(p, x)[0] if name == "scan" else lifted.apply(p, x)
+
+    def by_hand(p, x):
+        layers = [p["params"]["Dense_0"]]
+        if name == "scan":
+            layers = [jax.tree.map(lambda a, i=i: a[i], layers[0]) for i in range(2)]
+        for layer in layers:
+            x = jnp.tanh(x @ layer["kernel"] + layer["bias"][None])
+        return x
+
+    found, expected = (
+        jd.local_value_and_grad(lambda p, x, f=f: jnp.mean(f(p, x) ** 2))(params, x) for f in (apply, by_hand)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -309,3 +309,46 @@ def test_each_worker_skips_by_the_loss_of_its_own_local_step():
     state = jd.place(TrainState(jd.PerWorker(params), tx.init(params)), 4)
     state, _ = jd.simulate(label_step(tx), 4)(state, label_batch(5))
     assert [bool(jnp.any(x != 0)) for x in state.params.value["w"]] == [True, True, False, True]
+
+
+# Gradients that are finite, and whose step overflows: the rate makes an infinite update of 1e10.
+KEEPERS = {
+    "delayed": lambda sgd: optax.chain(jd.all_reduce(jd.exact()), jd.offload.delayed(sgd)),
+    "delayed on shards": lambda sgd: jd.zero_redundancy(jd.offload.delayed(sgd)),
+    "late": lambda sgd: optax.chain(jd.all_reduce(jd.exact(), delay=1), sgd),
+    "accumulate": lambda sgd: jd.accumulate(optax.chain(jd.all_reduce(jd.exact()), sgd), 2),
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_kept_gradient_whose_step_overflows_is_dropped(name):
+    tx = jd.skip_nonfinite(KEEPERS[name](optax.sgd(1e30)))
+
+    def step(state, data):
+        w, opt = state
+        updates, opt = tx.update({"w": jnp.full(2, data[0])}, opt, w)
+        return (optax.apply_updates(w, updates), opt), {}
+
+    w = {"w": jnp.zeros(2)}
+    state, run = jd.place((w, tx.init(w)), 2), jd.simulate(step, 2)
+    for gradient in (1e10, 1e-30, 1e-30, 1e-30, 1e-30, 1e-30):
+        state, _ = run(state, jnp.full(2, gradient))
+    assert int(state[1].skipped) == 1
+    # Steps of 1e-30: late ones for all gradients between that in place of the skipped one and the last, or two syncs.
+    np.testing.assert_allclose(state[0]["w"], {"accumulate": -2.0}.get(name, -3.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["delayed", "late"])
+def test_a_kept_gradient_outlives_the_skip_of_another_one(name):
+    tx = jd.skip_nonfinite(KEEPERS[name](optax.sgd(1.0)))
+
+    def step(state, data):
+        w, opt = state
+        updates, opt = tx.update({"w": jnp.full(2, data[0])}, opt, w)
+        return (optax.apply_updates(w, updates), opt), {}
+
+    w = {"w": jnp.zeros(2)}
+    state, run = jd.place((w, tx.init(w)), 2), jd.simulate(step, 2)
+    for gradient in ([1.0, 1.0], [2.0, np.nan], [4.0, 4.0], [0.0, 0.0]):
+        state, _ = run(state, jnp.array(gradient))
+    np.testing.assert_allclose(state[0]["w"], -5.0)

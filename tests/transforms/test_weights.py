@@ -257,8 +257,8 @@ def test_mistakes_are_named(examples, error, message):
 
 
 def test_one_number_or_one_boolean():
-    with pytest.raises(ValueError, match="accumulate takes one number as examples=, got a tree"):
-        weight_of_worker({"a": 1}, None, name="accumulate")
+    with pytest.raises(ValueError, match="demo takes one number as examples=, got a tree"):
+        weight_of_worker({"a": 1}, None, name="demo")
     with pytest.raises(ValueError, match="active must be one boolean"):
         weight_of_worker(None, jnp.ones(2, bool), name="accumulate")
     assert weight_of_worker(None, None, name="accumulate") is None
@@ -287,3 +287,40 @@ def test_reducers_that_cannot_weigh_single_leaves_refuse_a_tree(make):
     run, state = jd.simulate(step, 2), jd.init_state(lambda: State(params(), tx.init(params())), 2)
     with pytest.raises(ValueError, match=r"single leaves|takes one number as examples="):
         jax.eval_shape(run, state, gradients(0, 2))
+
+
+# ---- sums over calls
+
+
+@pytest.mark.parametrize("engine", ["simulate", "types", "values"])
+def test_accumulate_sums_the_numbers_of_each_leaf(engine):
+    """Means over workers and calls, `Σ n g / Σ n` for each leaf by itself; NaN where `n = 0`."""
+    rng = np.random.default_rng(0)
+    drawn = {name: rng.normal(size=(4, 2, 3)).astype(np.float32) for name in "ab"}
+    used = rng.integers(0, 4, size=(4, 2, 2)).astype(np.float32)
+    used[0, 0, 0], used[0, 1, 0], used[1, :, 1], used[0, :, 1] = 0, 2, 0, 0  # nobody uses b in the first cycle
+    tx = jd.accumulate(optax.chain(jd.all_reduce(jd.exact()), optax.sgd(1.0)), 2)
+
+    def step(state, batch):
+        data, counts = batch
+        w, opt = state
+        gradient = {n: jnp.where(counts[0, i] > 0, data[n][0], jnp.nan) for i, n in enumerate("ab")}
+        updates, opt = tx.update(gradient, opt, w, examples={"a": counts[0, 0], "b": counts[0, 1]})
+        return (optax.apply_updates(w, updates), opt), {}
+
+    where = 2 if engine == "simulate" else jd.make_mesh({"data": 2})
+    run = jd.simulate(step, 2) if engine == "simulate" else jd.distribute(step, where, check=engine)
+    w = {name: jnp.zeros(3) for name in "ab"}
+    state = jd.place((w, tx.init(w)), where)
+    expected = {name: np.zeros(3) for name in "ab"}
+    for number in range(4):
+        state, _ = run(state, ({n: x[number] for n, x in drawn.items()}, used[number]))
+        if number % 2:
+            for i, name in enumerate("ab"):
+                calls = slice(number - 1, number + 1)
+                values_of_cycle = drawn[name][calls].reshape(4, 3)
+                expected[name] = expected[name] - mean_by_leaf(values_of_cycle, used[calls, :, i].ravel())
+        if number == 1:
+            assert not np.asarray(state[0]["b"]).any()
+        for name in "ab":
+            np.testing.assert_allclose(state[0][name], expected[name], rtol=1e-5, atol=1e-6)
