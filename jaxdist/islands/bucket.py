@@ -35,12 +35,12 @@ def bucket(
 
     *Credentials* come from the environment. For S3: `AWS_ACCESS_KEY_ID`, web identity, container and machine; where
     boto3 is installed also profiles, SSO and `~/.aws`. For Google: `GOOGLE_APPLICATION_CREDENTIALS`, or what `gcloud
-    auth application-default login` leaves. For Azure: `AZURE_STORAGE_CONNECTION_STRING`, or `AZURE_STORAGE_ACCOUNT_NAME`
-    with a key, token or identity.
+    auth application-default login` leaves. For Azure: `AZURE_STORAGE_CONNECTION_STRING`, or
+    `AZURE_STORAGE_ACCOUNT_NAME` with a key, token or identity.
 
     *Requests* carry at most 8 MiB; the pieces of a longer body are read up to ten at once where the link is fast enough
-    for all of them. A request that fails is repeated by the island until its `round_timeout`, and not by obstore: its ten
-    tries take 2 to 6 s where a server answers, and up to three minutes where it does not.
+    for all of them. A request that fails is repeated by the island until its `round_timeout`, and not by obstore, whose
+    ten tries take 2 to 6 s where a server answers, and up to three minutes where it does not.
 
     Args:
       url: such as `s3://bucket/folder`, `gs://...`, `az://container/...`.
@@ -131,7 +131,7 @@ class _Bucket:
         return b"".join(pieces)
 
     def _read_pieces(self, name: str, starts: Sequence[int], size: int) -> list[bytes]:
-        """Reads neighboring pieces. Since obstore joins neighbors to one request, every second one is asked for first."""
+        """Reads neighboring pieces; every second one first, since obstore joins neighbors to one request."""
         found: dict[int, bytes] = {}
         for some in (starts[0::2], starts[1::2]):
             if some:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class _Meaning(NamedTuple):
-    """What an error is if it contains `pattern`: another is tried again, `PermissionError` and missing buckets are not."""
+    """What an error is that contains `pattern`. A `PermissionError` and a bucket that is missing are not tried again."""
 
     pattern: str
     kind: type[OSError]
@@ -37,9 +37,11 @@ MEANINGS = (
     ),
     _Meaning(r"BadScheme", PermissionError, "allow_http=True, --allow-http or AWS_ALLOW_HTTP=true allow http://"),
     _Meaning(r"redirect without LOCATION|<Code>PermanentRedirect<", PermissionError, "set the region of the bucket"),
-    _Meaning(r"Account must be specified", OSError, "set AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING"),
     _Meaning(
-        r"status code: 40[13]|PermissionDenied|Unauthenticated",
+        r"Account must be specified", OSError, "set AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING"
+    ),
+    _Meaning(
+        r"status code: 40[13]|PermissionDenied|Unauthenticated|\(code: AccessDenied\)",
         PermissionError,
         "give these credentials the rights to read, write, list and delete below this URL",
     ),

@@ -132,5 +132,8 @@ def _with_boto3(url: str, settings: dict[str, Any], profile: str | None) -> dict
             return settings
     except botocore.exceptions.BotoCoreError as error:
         raise ValueError(f"{url}: {error}") from error
-    named = {} if session.region_name is None or "region" in settings else {"region": session.region_name}
-    return named | settings | {"credential_provider": Boto3CredentialProvider(session, ttl=CREDENTIALS_KEPT)}
+    provider = Boto3CredentialProvider(session, ttl=CREDENTIALS_KEPT)
+    # The region of the profile, which it also gives to obstore, is for those who name none.
+    if "region" in settings or any(name in os.environ for name in ("AWS_REGION", "AWS_DEFAULT_REGION")):
+        provider.config = {}
+    return settings | {"credential_provider": provider}
