@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class _Meaning(NamedTuple):
-    """What an error is that contains `pattern`. A `PermissionError` and a bucket that is missing are not tried again."""
+    """What an error is that contains `pattern`. A `PermissionError` and a missing bucket are not tried again."""
 
     pattern: str
     kind: type[OSError]
