@@ -35,7 +35,9 @@ MEANINGS = (
         "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE with boto3 "
         "installed; GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_CONNECTION_STRING; or pass credential_provider",
     ),
-    _Meaning(r"BadScheme", PermissionError, "allow_http=True, --allow-http or AWS_ALLOW_HTTP=true allow http://"),
+    _Meaning(
+        r"BadScheme", PermissionError, "allow_http=True, --store allow_http=true or AWS_ALLOW_HTTP=true allow http://"
+    ),
     _Meaning(r"redirect without LOCATION|<Code>PermanentRedirect<", PermissionError, "set the region of the bucket"),
     _Meaning(
         r"Account must be specified", OSError, "set AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING"

@@ -76,7 +76,11 @@ def _cloud_of(url: str) -> str:
     hosts = [cloud for host, cloud in HOSTS.items() if f".{parts.hostname or ''}".endswith(f".{host}")]
     cloud = hosts[0] if parts.scheme == "https" and hosts else CLOUDS.get(parts.scheme)
     if cloud is None or not parts.netloc:
-        cure = "give the endpoint beside it, as --endpoint or endpoint=" if parts.scheme in ("http", "https") else ""
+        cure = (
+            "give the address of the server as the endpoint, --store endpoint=... or endpoint="
+            if parts.scheme in ("http", "https")
+            else ""
+        )
         raise ValueError(
             f"{url} is no bucket that islands can use, such as s3://bucket/folder, gs://bucket/folder or "
             f"az://container/folder{cure and '; ' + cure}"
@@ -97,7 +101,7 @@ def _allows_http(cloud: str, settings: Mapping[str, Any], allowed: bool | None) 
     if given is None and plain and not is_allowed:
         raise StoreUnusableError(
             f"{plain[0]}={found[plain[0]]} has no TLS: anyone on the way can read and change what is sent; if that is "
-            f"right, as in a network of your own, say allow_http=True, --allow-http or {permission}=true"
+            f"right, as in a network of your own, say allow_http=True, --store allow_http=true or {permission}=true"
         )
     return bool(allowed)
 
