@@ -1,4 +1,4 @@
-"""`--store`: where the bucket of a URL is, and who asks."""
+"""`--store`: the endpoint, region and credentials of a bucket."""
 
 from .. import islands
 from .spellings import grammar

@@ -1,7 +1,7 @@
 """Ctrl-C while a command of this package loads its modules: importing this one prepares for it.
 
-JAX takes seconds to import. A `KeyboardInterrupt` in them would print the stack of an import that means nothing to who
-typed the command, or be lost in a callback of the import system, which ignores exceptions.
+JAX takes seconds to import. A `KeyboardInterrupt` in them would print the stack of an import, which is not the
+command's, or be lost in a callback of the import system, which ignores exceptions.
 """
 
 import itertools

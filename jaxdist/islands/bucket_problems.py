@@ -1,4 +1,4 @@
-"""What the errors of a bucket mean: one line that names the cure, instead of pages for those who wrote the library."""
+"""What the errors of a bucket mean: one line that names the cure, instead of a dump of the library's state."""
 
 import re
 from typing import NamedTuple
@@ -74,7 +74,7 @@ def _say(whole: str) -> str:
     code, said = (re.search(rf"<{name}>([^<]*)</{name}>", text) for name in ("Code", "Message"))
     if code is not None:
         return f"{code[1]}{'' if said is None else ': ' + ' '.join(said[1].split())}"
-    # An address may end in a signature, which gives rights to who reads it.
+    # An address may end in a signature, which gives rights to all that read it.
     text = re.sub(r"\?\S*|(?<= )in [\d.]+[mµn]?s ", "", " ".join(text.split()))
     causes = re.findall(r'"([^"\n]+)"', details) if "HTTP error" in text else []
     reason = "timed out" if "TimedOut" in details else causes[-1] if causes else ""

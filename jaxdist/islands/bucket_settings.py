@@ -1,4 +1,4 @@
-"""Where a bucket is and who asks: what the caller says, what clouds' own tools read from the environment."""
+"""Endpoint and credentials of a bucket: those of the caller, and what clouds' own tools read from the environment."""
 
 import os
 from collections.abc import Mapping
