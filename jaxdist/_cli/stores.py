@@ -1,5 +1,7 @@
 """`--store`: the endpoint, region and credentials of a bucket."""
 
+from typing import Any
+
 from .. import islands
 from .spellings import grammar
 
@@ -29,7 +31,7 @@ def open_store(url: str, options: str | None) -> "str | islands.SharedStore":
     return islands.bucket(url, **{key: _read_value(key, value) for key, value in found.items()})
 
 
-def _read_value(key: str, value: str) -> object:
+def _read_value(key: str, value: str) -> Any:
     """Numbers and booleans where `bucket` takes them; obstore reads all of its own options from text."""
     if key == "allow_http":
         if value.lower() not in ("true", "false"):

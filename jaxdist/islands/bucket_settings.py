@@ -54,7 +54,7 @@ def settings_for(
     if scheme in LOCAL:
         return dict(options)
     cloud = _cloud_of(url)
-    settings = {**options.get("config", {}), **options}
+    settings: dict[str, Any] = {**options.get("config", {}), **options}
     settings.pop("config", None)
     if cloud != "s3" and profile is not None:
         raise ValueError(f"a profile of ~/.aws is for s3://, not for {url}")
@@ -64,11 +64,10 @@ def settings_for(
         settings = _read_connection_string() | settings
     if cloud == "s3":
         settings = _with_boto3(url, settings, profile)
-    client = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-    if _allows_http(cloud, settings, allow_http):
-        client["allow_http"] = True
-    client |= settings.get("client_options", {})
-    return settings | {"retry_config": settings.get("retry_config", {"max_retries": 0}), "client_options": client}
+    limits = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+    permission = {"allow_http": True} if _allows_http(cloud, settings, allow_http) else {}
+    client = {**limits, **permission, **settings.get("client_options", {})}
+    return {"retry_config": {"max_retries": 0}, **settings, "client_options": client}
 
 
 def _cloud_of(url: str) -> str:
@@ -108,8 +107,8 @@ def _allows_http(cloud: str, settings: Mapping[str, Any], allowed: bool | None) 
 
 def _read_connection_string() -> dict[str, str]:
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
-    parts = dict(part.partition("=")[::2] for part in text.split(";") if part)
-    return {CONNECTION_STRING[name]: value for name, value in parts.items() if name in CONNECTION_STRING}
+    parts = [part.partition("=") for part in text.split(";")]
+    return {CONNECTION_STRING[name]: value for name, _, value in parts if name in CONNECTION_STRING}
 
 
 def _with_boto3(url: str, settings: dict[str, Any], profile: str | None) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def check_usable(store: SharedStore) -> None:
         except Exception as error:
             with suppress(Exception):
                 store.delete(name)
-            if pause is None or isinstance(error, PermissionError | FileNotFoundError):
+            if pause is None or isinstance(error, PermissionError):
                 problem = (
                     f"the store cannot be used ({type(error).__name__}: {error}); check its address and your rights"
                 )

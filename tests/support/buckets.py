@@ -16,7 +16,7 @@ import pytest
 
 from jaxdist import islands
 
-KEYS = {"region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
+KEYS: dict[str, Any] = {"region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
 # What clouds' tools read: nothing of the user's may reach a test.
 PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "CLOUDSDK_")
 
@@ -24,10 +24,9 @@ PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "CLOUDSDK_")
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
     """The address of an S3 server in this process, with an empty bucket `islands`."""
-    from moto.server import ThreadedMotoServer
-
+    moto = pytest.importorskip("moto.server", reason="no S3 server here: pip install 'moto[server]'")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     url = "http://{}:{}".format(*server.get_host_and_port())
     # Other servers of this process have the same state.

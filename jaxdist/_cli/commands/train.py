@@ -96,6 +96,8 @@ class TrainOptions(Options):
     """With --islands: exchange while training, and merge a round later."""
     keep_every: Integer = None
     """With --islands: rounds between kept parameters (default: 20)."""
+    begin: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
+    """With --islands: join a run that is there, and begin none."""
     store: Text = None
     """With --islands: of a bucket, endpoint=URL,region=NAME,profile=NAME."""
     engine: Literal["mesh", "ray"] = "mesh"
@@ -217,6 +219,7 @@ def _train_on_island(chosen: TrainOptions) -> None:
         method.optimizer,
         name=name,
         **{option: getattr(chosen, option) for option in JOIN_OPTIONS if _is_given(chosen, option)},
+        **({} if chosen.begin else {"begin": False}),
     )
     with (
         results.open_log(log_path, append=chosen.resume) as log,
@@ -300,7 +303,7 @@ def refuse_process_options(chosen: TrainOptions) -> None:
     given = [name for name in PROCESS_OPTIONS if getattr(chosen, name) is not None]
     if given:
         raise ValueError(f"{_join_flags(given)}: only with --engine ray")
-    given = [name for name in ISLAND_OPTIONS if _is_given(chosen, name)]
+    given = [name for name in ISLAND_OPTIONS if _is_given(chosen, name)] + ["no-begin"] * (not chosen.begin)
     if given and chosen.islands is None:
         raise ValueError(f"{_join_flags(given)}: only with --islands")
 
