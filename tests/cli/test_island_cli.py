@@ -1,5 +1,6 @@
 """`jaxdist train --islands`: several jobs that meet in a folder."""
 
+import inspect
 import json
 import os
 import signal
@@ -8,6 +9,8 @@ import sys
 import time
 
 import pytest
+from buckets import forget_credentials, s3_bucket, s3_server
+from islands_run import GOALS, begin, method, step_of, train
 
 from jaxdist import checkpoint, islands, offload
 from jaxdist._cli import main as cli
@@ -36,6 +39,13 @@ def test_an_island_trains_meets_and_resumes(tmp_path, capsys):
         (["--islands", "x"], "--islands needs --sync"),
         (["--islands", "x", "--sync", "diloco:H=2", "--zero", "1"], "--zero: not with --islands"),
         (["--name", "a", "--begin-with", "2"], "--name, --begin-with: only with --islands"),
+        (["--no-begin"], "--no-begin: only with --islands"),
+        (["--overlap", "--quorum", "2"], "--quorum, --overlap: only with --islands"),
+        (
+            ["--islands", "x", "--sync", "diloco:H=2", "--name", "a", "--quorum", "0"],
+            "quorum must be at least 1, got 0",
+        ),
+        (["--islands", "x", "--sync", "diloco:H=2", "--store", "region=auto"], "for a bucket, such as s3://bucket/run"),
         (["--islands", "x", "--sync", "muloco:H=2,learning_rate=0.1"], "islands take diloco, slowmo, local_sgd"),
         (
             ["--islands", "x", "--sync", "streaming_diloco:H=4,fragments=2", "--name", "a"],
@@ -90,6 +100,78 @@ def test_two_jobs_train_together_and_one_leaves_at_sigterm(tmp_path):
         for job in (stays, leaves):
             job.kill()
             job.communicate()
+
+
+@pytest.mark.slow
+def test_an_island_that_must_give_up_leaves_its_progress_and_a_code(tmp_path, capsys):
+    arguments = ["train", *DIGITS, "--sync", "diloco:H=2", "--devices", "1", "--out", str(tmp_path / "out")]
+    arguments += ["--islands", str(tmp_path / "run"), "--name", "a", "--steps", "40"]
+    arguments += ["--quorum", "2", "--round-timeout", "0.1", "--patience", "0.5"]
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert printed[-1].startswith("jaxdist: error: ")
+    assert "quorum" in printed[-1]
+    assert checkpoint.latest(tmp_path / "out/checkpoint") is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("region", "--store takes KEY=VALUE"),
+        ("allow_http=perhaps", "allow_http is true or false, got 'perhaps'"),
+        ("timeout=long", "timeout is a number of seconds, got 'long'"),
+        ("endpont=http://10.0.0.7:9000", "'endpont' is not valid for store 'S3'"),
+    ],
+)
+def test_mistyped_options_of_a_store_are_one_line(options, message, capsys):
+    pytest.importorskip("obstore")
+    assert cli.main(["islands", "s3://bucket/run", "--store", f"access_key_id=key,{options}"]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_a_run_in_a_bucket_is_shown_with_the_options_of_its_store(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("obstore")
+    forget_credentials(monkeypatch, tmp_path)
+    with s3_server() as url:
+        train(s3_bucket(url), method(), "eu-1", 2)
+        store = f"endpoint={url},region=us-east-1,access_key_id=key,secret_access_key=secret,timeout=20"
+        assert cli.main(["islands", "s3://islands/run", "--store", store]) == 0
+        assert "eu-1" in capsys.readouterr().out
+        assert cli.main(["islands", "s3://islands/other", "--store", store]) == 2
+        assert "no run" in capsys.readouterr().err
+
+
+def test_clean_deletes_what_no_island_needs_beside_a_running_run(tmp_path, capsys):
+    """Here the island that should have deleted was killed each time before it did."""
+    url, tx = str(tmp_path / "run"), method()
+    store = islands.folder(url)
+    kept = store._replace(delete=lambda name: None, delete_many=lambda names: None)
+    with islands.join(kept, tx, name="a", keep_every=1) as island:
+        state = island.enter(begin(tx))
+        for _ in range(6):
+            state, _ = island.meet(step_of(tx)(state, GOALS[0]))
+        before = store.list("")
+        assert cli.main(["islands", url, "--clean"]) == 0
+        after = store.list("")
+        assert f"{url}: {len(before) - len(after)} names deleted" in " ".join(capsys.readouterr().out.split())
+        assert len(store.list("anchors/")) == 2
+        assert len(store.list("rounds/")) < 12
+        state, report = island.meet(step_of(tx)(state, GOALS[0]))
+        assert report.counted
+    assert islands.read(url, tx, begin(tx)[0])[0] == 7
+    assert cli.main(["islands", url, "--clean"]) == 0
+    assert cli.main(["islands", str(tmp_path / "typo"), "--clean"]) == 2
+    assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.skipif("begin" not in inspect.signature(islands.join).parameters, reason="join has no begin")
+def test_an_island_that_may_not_begin_says_that_there_is_no_run(tmp_path, capsys):
+    arguments = ["--islands", str(tmp_path / "run"), "--sync", "diloco:H=2", "--name", "a", "--no-begin"]
+    assert cli.main(["train", *DIGITS, *arguments, "--devices", "1", "--out", str(tmp_path / "out")]) == 2
+    assert "no run" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_errors_of_islands_and_stores_are_one_line():

@@ -4,12 +4,13 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 import threading
 import time
-import urllib.request
 import uuid
 
 import pytest
+from buckets import s3_bucket, s3_server
 from islands_run import method, train_together
 
 from jaxdist import islands
@@ -18,13 +19,6 @@ from jaxdist.islands.store import check_usable, open_store
 
 # Set by the fixture: the address of an S3 server.
 S3 = []
-
-
-def s3_bucket(path):
-    options = {"endpoint": S3[0], "region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
-    urllib.request.urlopen(urllib.request.Request(f"{S3[0]}/islands", method="PUT"))
-    client_options = {"allow_http": True}
-    return islands.bucket(f"s3://islands/{uuid.uuid4().hex}", **options, client_options=client_options)
 
 
 STORES = {
@@ -36,26 +30,23 @@ STORES = {
         (path / "bucket").mkdir(),
         islands.bucket(f"file://{path / 'bucket'}"),
     )[2],
-    "S3": s3_bucket,
+    "S3": lambda path: s3_bucket(S3[0], f"s3://islands/{uuid.uuid4().hex}"),
 }
 
 
 @pytest.fixture(scope="module")
-def s3_server():
-    """An S3 server of this process; moto is not among the packages for development, since it brings fifty others."""
+def server():
+    """An S3 server of this process."""
     pytest.importorskip("obstore")
-    moto = pytest.importorskip("moto.server", reason="no S3 server here: pip install 'moto[s3,server]'")
-    server = moto.ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    S3[:] = ["http://{}:{}".format(*server.get_host_and_port())]
-    yield
-    server.stop()
+    with s3_server() as url:
+        S3[:] = [url]
+        yield url
 
 
 @pytest.fixture(params=STORES)
 def store(request, tmp_path):
     if request.param == "S3":
-        request.getfixturevalue("s3_server")
+        request.getfixturevalue("server")
     return STORES[request.param](tmp_path)
 
 
@@ -92,6 +83,10 @@ def test_names_are_listed_by_prefix_and_deleted(store):
     store.delete("a/1")
     assert store.get("a/1") is None
     assert store.list("a/") == ["a/2/x"]
+    store.delete_many(["a/2/x", "nothing", "ab"])
+    store.delete_many(["a/2/x"])
+    store.delete_many([])
+    assert store.list("") == ["b/1"]
 
 
 def test_bytes_come_back_whole(store):
@@ -103,16 +98,17 @@ def test_bytes_come_back_whole(store):
 
 
 def test_large_bytes_come_back_whole_in_pieces(store, monkeypatch):
-    monkeypatch.setattr("jaxdist.islands.store.PIECE", 6 * 2**20)  # S3 takes parts of at least 5 MiB
+    # S3 takes parts of at least 5 MiB.
+    monkeypatch.setattr(sys.modules["jaxdist.islands.bucket"], "PIECE", 6 * 2**20)
     body = bytes(range(256)) * 2**16
     store.put("bodies/x", body)
     assert store.get("bodies/x") == body
 
 
-def test_a_run_over_s3_has_the_bits_of_a_run_over_a_dict(s3_server, tmp_path):
+def test_a_run_over_s3_has_the_bits_of_a_run_over_a_dict(server):
     """Three islands that begin and commit at the same moment: the server lets one create each name."""
     tx, names = method("4 bits with feedback"), ["a", "b", "c"]
-    stores = (s3_bucket(tmp_path), islands.memory())
+    stores = (s3_bucket(server), islands.memory())
     found = [train_together(store, tx, names, 5, keep_every=2) for store in stores]
     over_s3, over_dict = ([[report.digest for report in run[name][1]] for name in names] for run in found)
     assert over_s3 == over_dict
@@ -259,6 +255,45 @@ def test_a_folder_that_is_gone_is_no_new_run(tmp_path):
     assert not (tmp_path / "run").exists()
     away.rename(tmp_path / "run")
     assert (store.list(""), store.get("a")) == (["a"], b"first")
+
+
+def test_a_file_system_without_hard_links_is_refused_with_the_cure(tmp_path, monkeypatch):
+    """As a bucket that is mounted by s3fs or gcsfuse."""
+
+    def fail(source, target):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(islands.StoreUnusableError, match=r"without hard links.*s3fs, gcsfuse.*take the URL"):
+        check_usable(islands.folder(tmp_path / "run"))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_folder_has_the_rights_that_the_umask_leaves(tmp_path):
+    before = os.umask(0o002)
+    try:
+        islands.folder(tmp_path / "run").create("rounds/1", b"record")
+    finally:
+        os.umask(before)
+    rights = [(tmp_path / "run" / place).stat().st_mode & 0o777 for place in (".", "rounds", "rounds/1")]
+    assert rights == [0o775, 0o775, 0o664]
+
+
+@pytest.mark.parametrize("ask", ["create", "put", "get", "delete"])
+def test_what_another_user_keeps_to_himself_is_named_with_the_umask(ask, tmp_path, monkeypatch):
+    """Root may do all, so that the system's refusals are made here."""
+    store = islands.folder(tmp_path / "run")
+    store.create("rounds/1", b"record")
+
+    def refuse(*arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for place, name in [("builtins", "open"), ("pathlib.Path", "read_bytes"), ("pathlib.Path", "unlink")]:
+        monkeypatch.setattr(f"{place}.{name}", refuse)
+    body = (b"other",) if ask in ("create", "put") else ()
+    name = "rounds/1" if ask in ("get", "delete") else "rounds/2"
+    with pytest.raises(PermissionError, match=rf"{tmp_path}/run/rounds.* belongs to user \d+ .*umask of 002"):
+        getattr(store, ask)(name, *body)
 
 
 def test_a_full_disk_keeps_nothing_of_what_it_refused(tmp_path, monkeypatch):

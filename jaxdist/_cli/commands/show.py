@@ -9,8 +9,15 @@ from rich.live import Live
 from rich.table import Table
 
 from ... import islands
-from ..running import Number, new_console
+from ...islands import store as stores
+from ...islands.connection import Connection
+from ...islands.run import forget_rounds
+from ..running import Number, Text, new_console
 from ..spellings import grammar, parse
+from ..stores import open_store
+
+# For so long a request that fails is tried again.
+CLEANING_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,13 @@ def run_reducers(chosen: ReducersOptions) -> None:
 
 @dataclass(frozen=True)
 class IslandsOptions:
-    """Shows the rounds, members and bytes of a run whose islands meet over a folder or a bucket."""
+    """Shows the rounds, members and bytes of a run whose islands meet over a folder or a bucket.
+
+    Examples:
+      jaxdist islands s3://bucket/run-7 --watch 10
+      jaxdist islands s3://bucket/run-7 --store endpoint=http://10.0.0.7:9000
+      jaxdist islands runs/run-7 --clean
+    """
 
     url: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="URL")]
     """Folder or bucket that the islands join."""
@@ -56,22 +69,46 @@ class IslandsOptions:
     """Rounds to show."""
     watch: Number = None
     """Seconds between updates; without it, show the run once."""
+    store: Text = None
+    """Of a bucket: endpoint, region, profile, allow_http, timeout."""
+    clean: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Delete what no island needs any more, beside a running run too."""
 
 
 def run_islands(chosen: IslandsOptions) -> None:
-    """Prints the table, once or until Ctrl-C."""
+    """Deletes on request, and prints the table, once or until Ctrl-C."""
+    place = open_store(chosen.url, chosen.store)
+    if chosen.clean:
+        _clean(chosen.url, place)
     if chosen.watch is None:
-        new_console().print(rounds_table(chosen.url, chosen.last))
+        new_console().print(rounds_table(chosen.url, chosen.last, place))
         return
-    with Live(rounds_table(chosen.url, chosen.last), auto_refresh=False) as live:
+    with Live(rounds_table(chosen.url, chosen.last, place), auto_refresh=False) as live:
         while True:
             time.sleep(chosen.watch)
-            live.update(rounds_table(chosen.url, chosen.last), refresh=True)
+            live.update(rounds_table(chosen.url, chosen.last, place), refresh=True)
 
 
-def rounds_table(url: str, last: int) -> Table:
-    """One row a round, the newest last; under it, where the run is."""
-    found = islands.status(url, last=last)
+def _clean(url: str, place: "str | islands.SharedStore") -> None:
+    """Deletes the rounds that are older than the kept parameters, and what they name, as an island does."""
+    # Raises ValueError where there is no run: a mistyped URL must not be cleaned.
+    islands.status(place, last=1)
+    store, gone = stores.open_store(place), []
+
+    def delete(name: str) -> None:
+        gone.append(name)
+        store.delete(name)
+
+    # One by one, so that the names are counted.
+    connection = Connection(store._replace(delete=delete, delete_many=None))
+    connection.deadline = connection.now() + CLEANING_SECONDS
+    forget_rounds(connection)
+    new_console().print(f"{url}: {len(gone)} names deleted", highlight=False)
+
+
+def rounds_table(url: str, last: int, place: "str | islands.SharedStore | None" = None) -> Table:
+    """One row a round of the run at `place`, by default the URL, the newest last; under it, where the run is."""
+    found = islands.status(url if place is None else place, last=last)
     restarts = sum(count - 1 for count in found.sessions.values())
     table = Table(
         title=f"{url}: round {found.round}",

@@ -42,12 +42,14 @@ from ..running import (
     unit_of,
 )
 from ..spellings import parse
+from ..stores import open_store
 from ..training import train
 from ..training.one_worker import Offload, parse_offload
 from .replay import draw_replays, make_task, rules_table, write_events
 
 MESH_OPTIONS = ("reducer", "sync", "zero", "offload", "devices", "save_every", "resume", "islands")
-ISLAND_OPTIONS = ("name", "round_timeout", "begin_with")
+JOIN_OPTIONS = ("round_timeout", "begin_with", "quorum", "patience", "overlap", "keep_every")
+ISLAND_OPTIONS = ("name", "store", *JOIN_OPTIONS)
 PROCESS_OPTIONS = ("rule", "workers", "seconds", "slow", "gradient", "on_death", "address")
 EVALUATION_SECONDS = 1.0
 
@@ -88,6 +90,18 @@ class TrainOptions(Options):
     """With --islands: seconds to wait for others in a round (default: 120)."""
     begin_with: Integer = None
     """With --islands: how many to wait for at the start (default: 1)."""
+    quorum: Integer = None
+    """With --islands: the fewest that make a round (default: 1)."""
+    patience: Number = None
+    """With --islands: seconds until too few are an error (default: 3600)."""
+    overlap: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """With --islands: exchange while training, and merge a round later."""
+    keep_every: Integer = None
+    """With --islands: rounds between kept parameters (default: 20)."""
+    begin: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
+    """With --islands: join a run that is there, and begin none."""
+    store: Text = None
+    """With --islands: of a bucket, endpoint=URL,region=NAME,profile=NAME."""
     engine: Literal["mesh", "ray"] = "mesh"
     """mesh: one program; ray: one process per worker."""
     rule: Text = None
@@ -209,12 +223,12 @@ def _train_on_island(chosen: TrainOptions) -> None:
     place = _checkpoints_of(chosen)
     _check_resume(chosen, place)
     log_path = path_in(chosen.out, "log.jsonl")
-    options = {"round_timeout": chosen.round_timeout, "begin_with": chosen.begin_with}
     joined = islands.join(
-        chosen.islands or "",
+        open_store(chosen.islands or "", chosen.store),
         method.optimizer,
         name=name,
-        **{option: value for option, value in options.items() if value is not None},
+        begin=chosen.begin,
+        **{option: getattr(chosen, option) for option in JOIN_OPTIONS if _is_given(chosen, option)},
     )
     with (
         results.open_log(log_path, append=chosen.resume) as log,
@@ -231,7 +245,12 @@ def _train_on_island(chosen: TrainOptions) -> None:
         def meet(state: train.TrainState, step: int) -> train.TrainState:
             if not island.due(step):
                 return state
-            state, report = island.meet(state)
+            try:
+                state, report = island.meet(state)
+            except islands.IslandError:
+                # What it has learned is not lost with the run: --resume goes on from here.
+                save(state, step + 1)
+                raise
             reports.append(report)
             results.write_line(log, {"kind": "round", **report._asdict()})
             return state
@@ -293,7 +312,7 @@ def refuse_process_options(chosen: TrainOptions) -> None:
     given = [name for name in PROCESS_OPTIONS if getattr(chosen, name) is not None]
     if given:
         raise ValueError(f"{_join_flags(given)}: only with --engine ray")
-    given = [name for name in ISLAND_OPTIONS if getattr(chosen, name) is not None]
+    given = [name for name in ISLAND_OPTIONS if _is_given(chosen, name)] + ["no-begin"] * (not chosen.begin)
     if given and chosen.islands is None:
         raise ValueError(f"{_join_flags(given)}: only with --islands")
 
@@ -333,6 +352,11 @@ def train_processes(chosen: TrainOptions) -> None:
     plot = draw_replays([(chosen.rule, run)], chosen.out / "loss.png", title=title, clock="wall")
     print_paths(console, log=log_path, checkpoint=place)
     print_figure(console, chosen, plot)
+
+
+def _is_given(chosen: TrainOptions, name: str) -> bool:
+    # Not `in`: 0 equals False, and is a value that `join` refuses.
+    return not any(getattr(chosen, name) is default for default in (None, False))
 
 
 def _join_flags(names: list[str]) -> str:
