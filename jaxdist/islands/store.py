@@ -27,8 +27,8 @@ class SharedStore(NamedTuple):
     """Named bytes that several jobs share; names are relative paths with `/`.
 
     Every function may raise `OSError` (or what the library beneath raises) when the store is out of reach; islands
-    then try again. A store of your own needs these five functions; with `overlap` a second thread calls them, though
-    never two threads at once.
+    then try again. A store of your own needs the first five functions. Islands call them in threads of their own, one at a
+    time, but that `put` may run beside one other function: a slow upload must not hold up the rounds.
 
     Attributes:
       create: `create(name, body) -> bool`: writes whole bytes under a name that is absent. Of several callers at once
@@ -37,6 +37,8 @@ class SharedStore(NamedTuple):
       get: `get(name) -> bytes`, or `None` if the name is absent.
       list: `list(prefix) -> names` that begin with `prefix`, sorted. It may miss names of the last moments.
       delete: removes a name, if it is there.
+      delete_many: `delete_many(names)`: removes these names, of which some may be missing, in few requests. `None`:
+        islands delete one after another.
     """
 
     create: Callable[[str, bytes], bool]
@@ -44,6 +46,7 @@ class SharedStore(NamedTuple):
     get: Callable[[str], bytes | None]
     list: Callable[[str], list[str]]
     delete: Callable[[str], None]
+    delete_many: Callable[[list[str]], None] | None = None
 
 
 def folder(path: str | os.PathLike[str]) -> SharedStore:
@@ -67,7 +70,7 @@ def folder(path: str | os.PathLike[str]) -> SharedStore:
       ['a/b']
     """
     place = _Folder(Path(path).expanduser().absolute())
-    return SharedStore(place.create, place.put, place.get, place.list, place.delete)
+    return SharedStore(place.create, place.put, place.get, place.list, place.delete, place.delete_many)
 
 
 class _Folder:
@@ -122,6 +125,10 @@ class _Folder:
             _remove_abandoned(place)
             # The last name of a folder takes the folder with it; one that is in use stays.
             place.rmdir()
+
+    def delete_many(self, names: "list[str]") -> None:
+        for name in names:
+            self.delete(name)
 
     def _check_root(self) -> None:
         """Raises `ConnectionError` if the folder is gone: what is missing in it would look like an empty run."""
@@ -191,9 +198,14 @@ def memory() -> SharedStore:
     def delete(name: str) -> None:
         names.pop(name, None)
 
-    return SharedStore(
-        create, put, get, lambda prefix: sorted(name for name in list(names) if name.startswith(prefix)), delete
-    )
+    def list_names(prefix: str) -> list[str]:
+        return sorted(name for name in list(names) if name.startswith(prefix))
+
+    def delete_many(gone: list[str]) -> None:
+        for name in gone:
+            delete(name)
+
+    return SharedStore(create, put, get, list_names, delete, delete_many)
 
 
 def open_store(url: "str | os.PathLike[str] | SharedStore") -> SharedStore:
@@ -270,7 +282,7 @@ def bucket(url: str, **options: Any) -> SharedStore:
     if url.partition("://")[0] not in ("memory", "file"):
         options = {"retry_config": {"max_retries": 0}} | options
     place = _Bucket(obstore, from_url(url, **options))
-    return SharedStore(place.create, place.put, place.get, place.list, place.delete)
+    return SharedStore(place.create, place.put, place.get, place.list, place.delete, place.delete_many)
 
 
 class _Bucket:
@@ -314,3 +326,7 @@ class _Bucket:
     def delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._obstore.delete(self._place, name)
+
+    def delete_many(self, names: "list[str]") -> None:
+        for name in names:
+            self.delete(name)
