@@ -44,13 +44,12 @@ def forget_rounds(store: Connection, rounds: int) -> None:
     """Deletes rounds that are older than any island needs, and what belongs to them."""
     anchors = store.list("anchors/")
     last = last_forgotten(anchors, rounds)
-    if last < 0:
-        return
-    store.delete_many([name for name in store.list("bodies/") if number_in(name) <= last])
-    gone = [name for name in store.list("rounds/") if number_in(name) <= last]
-    commits = {name for name in gone if name.count("/") == 2}
-    store.delete_many([name for name in gone if name not in commits])
-    store.delete_many(sorted(commits))
+    if last >= 0:
+        store.delete_many([name for name in store.list("bodies/") if number_in(name) <= last])
+        gone = [name for name in store.list("rounds/") if number_in(name) <= last]
+        commits = {name for name in gone if name.count("/") == 2}
+        store.delete_many([name for name in gone if name not in commits])
+        store.delete_many(sorted(commits))
     store.delete_many(anchors[:-KEPT_ANCHORS])
 
 

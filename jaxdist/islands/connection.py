@@ -25,6 +25,8 @@ logger = logging.getLogger("jaxdist.islands")
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
 # Seconds after the deadline that a request may still take: a deadline of a few milliseconds is one for other islands.
 GRACE = 0.5
+# Seconds that it has in any case: what the devices take counts, too, and a store that answers at once is there.
+LEAST_SECONDS = 0.1
 # Processes that wait for process 0 do so in a collective, which has a time limit of its own; and a log says what takes
 # longer.
 SLICE = 5.0
@@ -239,7 +241,7 @@ class Connection:
                     raise ConnectionError(f"the store is out of reach: {answer}")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-            elif now >= self.deadline + GRACE or self.closed.is_set():
+            elif now >= max(self.deadline + GRACE, asked_at + LEAST_SECONDS) or self.closed.is_set():
                 self._let_go(kind, arguments)
                 raise UnansweredError(
                     f"the store has not answered {_describe(kind, arguments)} within {now - asked_at:.1f} s",
@@ -274,7 +276,7 @@ class Connection:
             self._under_way[key] = request
             lane = self._shared._uploads if kind == "put" else self._shared._requests
             lane.submit(request, urgent=self._urgent)
-        left = self.deadline + GRACE - time.monotonic()
+        left = max(self.deadline + GRACE, asked_at + LEAST_SECONDS) - time.monotonic()
         if not request.done.wait(max(min(SLICE, left), 0.0)):
             if left > SLICE and not self.closed.is_set():
                 logger.warning("waiting for the store: no answer yet to %s", _describe(kind, arguments))

@@ -1,7 +1,7 @@
 """An island as a machine: `enter` takes the run as it is, `meet` ends a round with the others, `leave` says so.
 
-A meeting of `meet` is a walk: follow the rounds that have ended, encode what is ahead of the global parameters, bring it
-into the open round, wait for the commit, apply it. Each part ends at the deadline, and the next meeting goes on there.
+A meeting follows the rounds that have ended, encodes what is ahead of the global parameters, brings it into the open
+round, waits for the commit, and applies it. Each part ends at the deadline, and the next meeting goes on there.
 """
 
 import logging
@@ -156,6 +156,7 @@ class Island:
         compile_programs(
             self._replay.method, self._index, model.local, model.params, needs_rate=self._replay.needs_rate
         )
+        self._store.deadline = self._store.now() + self._options.patience
         # Rounds may have ended meanwhile: this island announces itself in the one that is open.
         self._go_on(self._follow, model)
         self._late = 0
@@ -607,7 +608,7 @@ class Island:
     # Small parts
 
     def _weight_of(self, local: LocalStepsState, drift: PyTree, *, is_told: bool = False) -> float:
-        """The number of examples that the steps of one round counted, or that `meet` was told; 1 if they counted none."""
+        """The number of examples of one round, which the steps counted or `meet` was told; 1 if there was none."""
         counted, since = to_host(local.examples.value), int(to_host(local.since)[0])
         if counted[0] == UNCOUNTED:
             return 1.0

@@ -11,7 +11,7 @@ import jax
 from .._core.types import State, Updates
 from . import protocol
 from .base import DamagedError
-from .connection import SLICE, Connection, RefusedError
+from .connection import LEAST_SECONDS, SLICE, Connection, RefusedError
 from .protocol import Drift, body_name, number_in, round_name
 
 # Seconds between two looks for drifts of others: there is no hurry before the next meeting.
@@ -29,7 +29,6 @@ class InFlight(NamedTuple):
       rates: the sum of the learning rates of its steps.
       round: the round in which its record is; `None` if that is not known.
       sent_at: when it came there, by the clock of process 0.
-      meetings: how many meetings have ended before its body was in the store.
     """
 
     body: str
@@ -39,7 +38,6 @@ class InFlight(NamedTuple):
     rates: float
     round: int | None = None
     sent_at: float = 0.0
-    meetings: int = 0
 
 
 class Sender:
@@ -168,16 +166,17 @@ class Outbox:
         place, record = self._record(number, base, name)
         state, created, sent_at = self._await_sender(place, record, wait=wait)
         if state == "uploading":
-            self.flight = flight._replace(meetings=flight.meetings + 1)
             return state
         if created is None:
             created, sent_at = self._store.create(place, record), self._store.now()
-        self.flight = flight._replace(round=number, sent_at=sent_at)
-        if created:
-            return "there"
-        # Created by a try of ours whose answer was lost, or by another process of this name.
-        found = protocol.parse(Drift, place, self._store.get(place) or b"")
-        return "there" if (found.session, found.body) == (flight.record.session, flight.body) else "taken"
+        self.flight = flight._replace(sent_at=sent_at)
+        if not created:
+            # Created by a try of ours whose answer was lost, or by another process of this name.
+            found = protocol.parse(Drift, place, self._store.get(place) or b"")
+            if found.body != flight.body:
+                return "taken"
+        self.flight = self.flight._replace(round=number)
+        return "there"
 
     def clear(self) -> None:
         """Forgets the drift."""
@@ -205,8 +204,9 @@ class Outbox:
 
     def _await_sender(self, place: str, record: bytes, *, wait: bool) -> tuple[str, bool | None, float]:
         """Waits for the thread; returns whether it created this record, `None` if it created another one or none."""
+        end = max(self._store.deadline, self._store.now() + LEAST_SECONDS)
         while True:
-            left = self._store.deadline - self._store.now()
+            left = end - self._store.now()
             state, seconds, created, sent_at, problem = self._store.agree(
                 self._look, place, record, left if wait else 0.0
             )

@@ -130,3 +130,10 @@ def left_of(state):
     ahead = jax.tree.map(lambda a, p: a - p, total(local.anchor), total(state.params))
     residual = getattr(local.reducer[0], "residual", None)
     return ahead if residual is None else jax.tree.map(np.add, ahead, total(residual.value))
+
+
+def wait_for_threads(island):
+    """Until what an island does beside its steps is done: it sends a drift, reads ahead, and cleans up."""
+    if island._outbox._sender is not None:
+        island._outbox._sender.join()
+    island._cleaner.join()
