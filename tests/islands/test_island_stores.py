@@ -158,7 +158,8 @@ def test_answers_that_are_lost_for_the_rest_of_a_meeting_lose_and_double_no_prog
                 state, report = island.meet(state)
                 if number == 0:
                     offline.append(report.offline)
-                    wait_for_threads(island)
+                silent[0] = False
+                wait_for_threads(island)
         assert_close(state.params, path, tolerance=1e-5)
         assert report.counted
     assert any(offline)

@@ -77,7 +77,7 @@ def train_together(store, tx, names, rounds, *, prepare=lambda island, number: N
     found: dict[str, Any] = {}
 
     def run(number, name):
-        settings = {"goal": number, "begin_with": len(names), "step": step, **options}
+        settings = {"goal": number, "begin_with": len(names), "step": step, "patience": 60, **options}
         try:
             found[name] = train(store, tx, name, rounds, prepare=partial(prepare, number=number), **settings)
         except BaseException as error:
