@@ -255,7 +255,7 @@ def open_run(
         find_run(store.get, place)
     own, number = describe_own(), None
     if is_new:
-        number = store.ask(lambda: uuid.uuid4().hex)
+        number = store.agree(lambda: uuid.uuid4().hex)
         # Of several islands that open the run at once, one writes its description.
         store.create(RUN_JSON, protocol.to_json({"id": number, "keep_every": keep_every, **own}))
     theirs = find_run(store.get, place)

@@ -17,6 +17,8 @@ from .store import SharedStore, open_store
 
 # For so long `read` tries again when the store is out of reach.
 READ_SECONDS = 60.0
+# For so long `status` waits for an answer.
+STATUS_SECONDS = 10.0
 
 
 class RoundStatus(NamedTuple):
@@ -80,7 +82,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
       (1, {'here': 1}, [('here',)])
     """
     store = Connection(open_store(url))
-    store.deadline = 0.0
+    store.deadline = store.now() + STATUS_SECONDS
     description = identity.find_run(store.get, identity.place_of(url))
     numbers = run.ended_rounds(store)
     sessions: dict[str, int] = {}

@@ -26,6 +26,7 @@ from islands_run import (
     total,
     train,
     train_together,
+    wait_for_threads,
 )
 from problems import assert_close
 
@@ -252,6 +253,7 @@ def test_overlap_takes_the_round_at_the_next_meeting_and_keeps_what_came_since()
                 state = step(state, GOALS[0])
             moved.append(state.params)
             state, report = island.meet(state)
+            wait_for_threads(island)
         assert (report.round, report.counted) == (3, True)
     # Alone and with an outer rate of 1, the island's own path does not change.
     alone = begin(tx)

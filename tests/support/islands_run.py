@@ -78,7 +78,7 @@ def train_together(store, tx, names, rounds, *, prepare=lambda island, number: N
     found: dict[str, Any] = {}
 
     def run(number, name):
-        settings = {"goal": number, "begin_with": len(names), "step": step, **options}
+        settings = {"goal": number, "begin_with": len(names), "step": step, "patience": 60, **options}
         try:
             found[name] = train(store, tx, name, rounds, prepare=partial(prepare, number=number), **settings)
         except BaseException as error:
@@ -147,3 +147,10 @@ def compiled_programs():
         yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def wait_for_threads(island):
+    """Until what an island does beside its steps is done: it sends a drift, reads ahead, and cleans up."""
+    if island._outbox._sender is not None:
+        island._outbox._sender.join()
+    island._cleaner.join()
