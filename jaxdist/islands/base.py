@@ -65,6 +65,7 @@ class JoinOptions(NamedTuple):
     begin: bool
     moments: Moments
     place: str
+    on_disk: bool
 
 
 class SharedStore(NamedTuple):

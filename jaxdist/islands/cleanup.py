@@ -1,8 +1,9 @@
 """Keeping the global parameters, and deleting what no island will read again: by one island, while it trains.
 
 Names are deleted in an order that lets a process die, or pause, at any point: bodies first, then what islands said in a
-round, then commits, then the records of global parameters. What is cut short is gone on with by the next one, which
-lists everything again.
+round, then the records of global parameters. What is cut short is gone on with by the next one, which lists everything
+again. Commits stay, some hundred bytes a round: an island that made a long pause could otherwise create a second one,
+and all that read a commit would have to ask whether it is the first.
 """
 
 import threading
@@ -41,15 +42,14 @@ def keep_anchor(
 
 
 def forget_rounds(store: Connection, rounds: int) -> None:
-    """Deletes rounds that are older than any island needs, and what belongs to them."""
+    """Deletes the bodies of rounds that are older than any island needs, and what islands said in them."""
     anchors = store.list("anchors/")
     last = last_forgotten(anchors, rounds)
     if last >= 0:
         store.delete_many([name for name in store.list("bodies/") if number_in(name) <= last])
-        gone = [name for name in store.list("rounds/") if number_in(name) <= last]
-        commits = {name for name in gone if name.count("/") == 2}
-        store.delete_many([name for name in gone if name not in commits])
-        store.delete_many(sorted(commits))
+        # Those of islands have one part more than commits.
+        said = [name for name in store.list("rounds/") if name.count("/") == 3]
+        store.delete_many([name for name in said if number_in(name) <= last])
     store.delete_many(anchors[:-KEPT_ANCHORS])
 
 

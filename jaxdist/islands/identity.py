@@ -220,6 +220,11 @@ def place_of(url: "str | os.PathLike[str] | SharedStore") -> str:
     return "this store" if isinstance(url, SharedStore) else str(url)
 
 
+def is_on_disk(url: "str | os.PathLike[str] | SharedStore") -> bool:
+    """Whether a store is a folder, in whose place another disk may be mounted at any time."""
+    return not isinstance(url, SharedStore) and ("://" not in str(url) or str(url).startswith("file://"))
+
+
 def find_run(get: Callable[[str], bytes | None], place: str) -> dict[str, Any]:
     """The description of the run in a store.
 

@@ -352,8 +352,7 @@ class Island:
 
     def _exchange(self, model: MeetingState, *, is_told: bool, leaving: bool) -> None:
         """Brings what is ahead of the global parameters into a round, again until one takes it or time is up."""
-        if not self._in_step:
-            self._come_back(model)
+        self._come_back(model)
         waits, has_missed = leaving or not self._options.overlap, False
         while not self._behind:
             is_new = self._outbox.flight is None
@@ -380,11 +379,13 @@ class Island:
                 break
 
     def _come_back(self, model: MeetingState) -> None:
-        """Follows the rounds that others have ended meanwhile."""
-        # After a while, a store may be another one, or this process no longer the newest of its name.
-        check_same(self._store, self._replay.run)
-        self._check_name()
-        self._follow(model)
+        """After a while, follows the rounds that others have ended, unless a newer process has this name."""
+        # Then, and on a disk at any time, it may be another store. On a disk the question costs nothing.
+        if not self._in_step or self._options.on_disk:
+            check_same(self._store, self._replay.run)
+        if not self._in_step:
+            self._check_name()
+            self._follow(model)
 
     def _follow(self, model: MeetingState) -> None:
         """Applies the rounds that have ended; no more after the deadline, since others may be faster than this is."""
@@ -514,7 +515,6 @@ class Island:
         commit = protocol.make_commit(seen, expected, drifts, damaged, base, own, self._replay.run.mark)
         if self._store.create(round_name(number, "commit"), protocol.to_json(commit)):
             logger.info("%s has committed round %d of %s", own, number, ", ".join(sorted(drifts)))
-            self._replay.check_not_forgotten(number)
             return commit
         return self._replay.read_commit(number)
 

@@ -9,7 +9,7 @@ anchors/00000020              after 20 rounds: names the body with the global pa
 rounds/00000020/drift/NAME    what NAME adds in round 20: names the body, gives its weight
 rounds/00000020/here/NAME     NAME will take part in round 20
 rounds/00000020/left/NAME     NAME will not
-rounds/00000020/commit        which drifts count, in which order; created once, by the island that is first
+rounds/00000020/commit        which drifts count, in which order; created once, by the island that is first; stays
 bodies/00000020/HASH          bytes under their own hash, encoded while round 20 was open
 
 A body is sent while rounds go on, so that a record may name one of an earlier round; but not of one that is more than
@@ -47,6 +47,7 @@ class Member(NamedTuple):
       weight: its weight in the mean.
       rate: the mean learning rate of its steps, or `None`.
       examples: all that it was trained on.
+      bytes: the length of its body.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Member(NamedTuple):
     weight: float
     rate: float | None
     examples: float
+    bytes: int
 
 
 class Drift(NamedTuple):
@@ -335,7 +337,8 @@ def make_commit(
         by=by,
         base=base,
         members=tuple(
-            Member(name, drift.body, drift.weight, drift.rate, drift.examples) for name, drift in members.items()
+            Member(name, drift.body, drift.weight, drift.rate, drift.examples, drift.bytes)
+            for name, drift in members.items()
         ),
         missing=tuple(sorted(missing_islands(seen, expected))),
         differing=tuple(sorted(set(sound) - set(members))),

@@ -73,10 +73,9 @@ def has_begun(store: Connection) -> bool:
 
 
 def is_forgotten(store: Connection, number: int, rounds: int) -> bool:
-    """Whether a round may have been deleted. If not, what was read of it before this call is what all islands read.
+    """Whether the bodies of a round may have been deleted, and what islands said in it.
 
-    A round is deleted only after this has become true for good, since the newest kept parameters only grow. A body
-    that is there proves nothing instead: an island that made a long pause may have put it after the deletion.
+    This stays true, since the newest kept parameters only grow.
     """
     return last_forgotten(store.list("anchors/"), rounds) >= number
 
@@ -233,20 +232,18 @@ class Replay:
                 return local
 
     def read_commit(self, number: int) -> Commit | None:
-        """The end of a round, or `None` before it.
+        """The end of a round, or `None` before it; there is one for ever.
 
         Raises:
-          _LeftBehindError: the round may be deleted. What is there may then be a second commit, by an island that made
-            a long pause.
+          RunMismatchError: it is that of another run.
         """
         commit = read_commit(self._store, number)
         if commit is not None:
             identity.check_mark(commit.run, self.run, protocol.round_name(number, "commit"))
-        self.check_not_forgotten(number)
         return commit
 
     def check_not_forgotten(self, number: int) -> None:
-        """Raises `_LeftBehindError` if a round may be deleted."""
+        """Raises `_LeftBehindError` if the bodies of a round may be deleted."""
         if is_forgotten(self._store, number, self.rounds):
             raise _LeftBehindError
 

@@ -9,9 +9,9 @@ import optax
 
 from .._core.types import PyTree
 from ..local_sgd.local_steps import method_of
-from . import identity, protocol, run
+from . import identity, run
 from .connection import Connection
-from .protocol import Drift, Member, round_name, see
+from .protocol import round_name, see
 from .run import Replay
 from .store import SharedStore, open_store
 
@@ -49,6 +49,7 @@ class RunStatus(NamedTuple):
       present: islands that have sent a drift in the open round, or are expected in it.
       rounds: the last rounds, oldest first.
       run: the number of the run, 32 hexadecimal digits.
+      keep_every: how many rounds lie between kept global parameters.
       uploading: islands that are expected in the open round, or announced themselves in it, and have sent nothing yet.
     """
 
@@ -58,6 +59,7 @@ class RunStatus(NamedTuple):
     present: tuple[str, ...]
     rounds: tuple[RoundStatus, ...]
     run: str
+    keep_every: int
     uploading: tuple[str, ...]
 
 
@@ -102,6 +104,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
         tuple(sorted(present)),
         tuple(found for number in numbers[-last:] if (found := _read_round(store, number)) is not None),
         description.get("id", ""),
+        description.get("keep_every", 0),
         tuple(sorted(present - seen.drifts)),
     )
 
@@ -111,15 +114,9 @@ def _read_round(store: Connection, number: int) -> RoundStatus | None:
     commit = run.read_commit(store, number)
     if commit is None:
         return None
-    sizes = {member.name: _body_size(store, number, member) for member in commit.members}
-    examples = {member.name: member.weight for member in commit.members}
+    sizes = {member.name: member.bytes for member in commit.members}
+    examples = {member.name: member.examples for member in commit.members}
     return RoundStatus(number, tuple(sizes), commit.missing, sizes, examples)
-
-
-def _body_size(store: Connection, number: int, member: Member) -> int:
-    name = round_name(number, "drift", member.name)
-    record = store.get(name)
-    return 0 if record is None else protocol.parse(Drift, name, record).bytes
 
 
 def read(

@@ -392,7 +392,7 @@ def test_the_status_shows_who_has_not_sent_yet():
         state = a.enter(begin(tx))
         b.enter(begin(tx))
         a.meet(state)
-        a._outbox._transfer._thread.join(1)
+        wait_for_threads(a)
         assert islands.status(store).uploading == ("b",)
 
 

@@ -31,11 +31,17 @@ ARRAYS = [
     np.asarray(jnp.ones(3, jnp.bfloat16)),
 ]
 RECORDS = [
-    Member("a", "hash", 1.5, None, 3.0),
+    Member("a", "hash", 1.5, None, 3.0, 8),
     Drift(3, "00000002/hash", 9, "base", 2.0, 6.0, 12, 0.1, True, False),
     Anchor(20, "hash", "digest", (("a", "hash"), ("b", "other"))),
     Commit(
-        "a", "base", (Member("a", "h", 1.0, None, 1.0), Member("b", "i", 2.0, 0.5, 0.0)), ("c",), (), ("d",), ("a", "b")
+        "a",
+        "base",
+        (Member("a", "h", 1.0, None, 1.0, 8), Member("b", "i", 2.0, 0.5, 0.0, 8)),
+        ("c",),
+        (),
+        ("d",),
+        ("a", "b"),
     ),
 ]
 
