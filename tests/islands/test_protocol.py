@@ -34,7 +34,7 @@ RECORDS = [
     Member("a", "hash", 1.5, None, 3.0),
     Drift(3, "00000002/hash", 9, "base", 2.0, 6.0, 12, 0.1, True, False),
     Anchor(20, "hash", "digest", (("a", "hash"), ("b", "other"))),
-    Commit("a", "base", (Member("a", "h", 1.0, None, 1.0), Member("b", "i", 2.0, 0.5, 0.0)), ("c",), (), ("d",), ("a", "b")),
+    Commit("a", "x", (Member("a", "h", 1.0, None, 1.0), Member("b", "i", 2.0, 0.5, 0.0)), ("c",), (), ("d",), ("a",)),
 ]
 
 
