@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from island_stores import wrap
-from islands_run import GOALS, State, begin, compiled_programs, global_params, method, step_of, train
+from islands_run import GOALS, State, begin, compiled_programs, global_params, method, step_of, train, wait_for_threads
 from problems import assert_close
 
 import jaxdist as jd

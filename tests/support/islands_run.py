@@ -69,6 +69,7 @@ def train(store, tx, name, rounds, *, goal=0, step=None, state=None, prepare=lam
             if island.due(number):
                 state, report = island.meet(state)
                 reports.append(report)
+                island._cleaner.join()
                 if len(reports) == rounds:
                     return state, reports
 
