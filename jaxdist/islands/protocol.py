@@ -3,7 +3,8 @@
 All of it is pure: it needs no store and no devices. Bodies are a JSON header and raw arrays, never pickle; records are
 JSON; the next action follows from the names that an island sees, and its own clock.
 
-run.json                      the number of the run, and the model and the method that all islands share
+run.json                      the number of the run
+methods/NUMBER.json           the model and the method that all islands share
 names/NAME/000001             the first process that joined as NAME; the highest number is the one that counts
 anchors/00000020              after 20 rounds: names the body with the global parameters
 rounds/00000020/drift/NAME    what NAME adds in round 20: names the body, gives its weight
