@@ -129,7 +129,7 @@ def newest_session(store: Connection, name: str) -> int:
 
 def has_begun(store: Connection) -> bool:
     """Whether global parameters are kept: the run's first island keeps its own."""
-    return bool(store.list("anchors/"))
+    return bool(store.list("anchors/")) or store.get(protocol.anchor_name(0)) is not None
 
 
 def is_forgotten(store: Connection, number: int, rounds: int) -> bool:
@@ -262,6 +262,9 @@ class Replay:
             return None
         anchor = protocol.parse(Anchor, name, record)
         body = self._store.get(protocol.body_name(anchor.body))
+        if body is None and not anchor.round:
+            # Only the record stays of the parameters that a run began with.
+            return None
         if body is None:
             raise DamagedError(f"the store has no body {anchor.body}, which {name} names")
         like = select_shared(local)

@@ -133,6 +133,12 @@ def left_of(state):
     return ahead if residual is None else jax.tree.map(np.add, ahead, total(residual.value))
 
 
+def wait_for_upload(island):
+    """Until its drift is in the store."""
+    if island._outbox._sender is not None:
+        island._outbox._sender.is_sent.wait()
+
+
 def wait_for_threads(island):
     """Until what an island does beside its steps is done: it sends a drift, reads ahead, and cleans up."""
     if island._outbox._sender is not None:
