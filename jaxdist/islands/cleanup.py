@@ -50,7 +50,8 @@ def forget_rounds(store: Connection, rounds: int) -> None:
         # Those of islands have one part more than commits.
         said = [name for name in store.list("rounds/") if name.count("/") == 3]
         store.delete_many([name for name in said if number_in(name) <= last])
-    store.delete_many(anchors[:-KEPT_ANCHORS])
+    # The first record stays, so that whoever enters by a listing that is late can begin no second run.
+    store.delete_many([name for name in anchors[:-KEPT_ANCHORS] if number_in(name)])
 
 
 class Cleaner:

@@ -278,7 +278,7 @@ def open_run(
 
 
 def _read_method(store: Connection, described: dict[str, Any], place: str) -> dict[str, Any]:
-    """The description of a run's model and method; nothing if it is of another format, which is a difference already."""
+    """The description of a run's model and method; nothing of another format, which is a difference already."""
     if described.get("format") != protocol.FORMAT:
         return {}
     name = method_name(str(described.get("id")))

@@ -456,8 +456,8 @@ class Island:
         is_first, was_due = protocol.is_first_to_commit(options.name, expected, number), False
         longest = min(LONGEST_PAUSE, options.round_timeout / 50)
         request = max(store.request_seconds(), SHORTEST_LOOK)
-        # The others look when the first to commit should have read all that it needs.
-        pause = min(request if is_first else 2 * len(expected) * request, 2 * longest)
+        # The others look when the first to commit should have looked, read records and bodies, and created it.
+        pause = min(request if is_first else (2 * len(expected) + 3) * request, 2 * longest)
         while True:
             if not is_first:
                 store.sleep(min(pause, max(store.deadline - store.now(), 0.0)))

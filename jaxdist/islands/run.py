@@ -62,7 +62,8 @@ def has_begun(store: Connection) -> bool:
     Raises:
       DamagedError: none are, though islands have met.
     """
-    begun = bool(store.list("anchors/"))
+    # By name too, since a listing may be late.
+    begun = bool(store.list("anchors/")) or store.get(protocol.anchor_name(0)) is not None
     if not begun and (names := store.list("rounds/")):
         number = int(names[-1].split("/")[1])
         raise DamagedError(
@@ -215,6 +216,9 @@ class Replay:
             return None
         anchor = protocol.parse(Anchor, name, record)
         body = self._store.get(protocol.body_name(anchor.body))
+        if body is None and not anchor.round:
+            # Only the record stays of the parameters that a run began with.
+            return None
         if body is None:
             raise DamagedError(f"the store has no body {anchor.body}, which {name} names")
         like = select_shared(local)

@@ -10,6 +10,7 @@ import optax
 from .._core.types import PyTree
 from ..local_sgd.local_steps import method_of
 from . import identity, run
+from .cleanup import KEPT_ANCHORS
 from .connection import Connection
 from .protocol import round_name, see
 from .run import Replay
@@ -99,7 +100,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
     present = (seen.drifts | seen.here | expected) - seen.left
     return RunStatus(
         open_round,
-        tuple(int(name.rpartition("/")[2]) for name in store.list("anchors/")),
+        tuple(int(name.rpartition("/")[2]) for name in store.list("anchors/")[-KEPT_ANCHORS:]),
         dict(sorted(sessions.items())),
         tuple(sorted(present)),
         tuple(found for number in numbers[-last:] if (found := _read_round(store, number)) is not None),

@@ -353,8 +353,10 @@ def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent()
 
 def test_progress_of_another_run_is_never_in_a_commit():
     seen = protocol.Seen(False, frozenset("ab"), frozenset(), frozenset())
-    drifts = {name: protocol.Drift(1, "body", 8, "base", 1.0, 0.0, 4, None, True, False, run) for name, run in ("ax", "by")}
-    commit = protocol.make_commit(seen, "ab", drifts, (), "base", "x")
+    drifts = {
+        name: protocol.Drift(1, "body", 8, "base", 1.0, 0.0, 4, None, True, False, run) for name, run in ("ax", "by")
+    }
+    commit = protocol.make_commit(seen, "ab", drifts, (), "base", "a", "x")
     assert ([member.name for member in commit.members], commit.differing, commit.run) == (["a"], ("b",), "x")
 
 

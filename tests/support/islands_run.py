@@ -150,6 +150,12 @@ def compiled_programs():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def wait_for_upload(island):
+    """Until its drift is in the store."""
+    if island._outbox._sender is not None:
+        island._outbox._sender.is_sent.wait()
+
+
 def wait_for_threads(island):
     """Until what an island does beside its steps is done: it sends a drift, reads ahead, and cleans up."""
     if island._outbox._sender is not None:
