@@ -425,11 +425,14 @@ class Island:
         is_first, was_due = protocol.is_first_to_commit(options.name, expected, number), False
         longest = min(LONGEST_PAUSE, options.round_timeout / 50)
         request = max(store.request_seconds(), SHORTEST_LOOK)
-        # The others look when the first to commit should have looked, read records and bodies, and created it.
-        pause = min(request if is_first else (2 * len(expected) + 3) * request, 2 * longest)
+        if not is_first:
+            # When the first to commit should have looked, read records and bodies, and created it.
+            store.sleep(min((2 * len(expected) + 3) * request, 2 * longest, max(store.deadline - store.now(), 0.0)))
+            if (commit := run.read_commit(store, number)) is not None:
+                self._replay.check_not_forgotten(number)
+                return commit
+        pause = request
         while True:
-            if not is_first:
-                store.sleep(min(pause, max(store.deadline - store.now(), 0.0)))
             seen = protocol.see(name.removeprefix(prefix) for name in store.list(prefix))
             if options.name not in seen.drifts:
                 self._replay.check_not_forgotten(number)
@@ -453,14 +456,12 @@ class Island:
                 commit = self._commit(seen)
             was_due = action is Next.COMMIT
             if commit is not None:
-                self._too_few_since = None
                 return commit
             if now >= store.deadline:
                 self._check_patience(len(seen.drifts), now)
                 return None
-            if is_first:
-                store.sleep(min(pause, max(store.deadline - now, 0.0)))
-            pause = min(2 * pause, longest) if pause < longest else longest
+            store.sleep(min(pause, max(store.deadline - now, 0.0)))
+            pause = min(2 * pause, longest)
 
     def _commit(self, seen: protocol.Seen) -> Commit | None:
         """Ends the round: checks every drift, then creates the commit, unless another island is faster."""
@@ -494,6 +495,7 @@ class Island:
         ahead = measure_drift(local.anchor, model.params)
         if commit.base != self._replay.digest:
             local = self._take_kept_anchor(local)
+        self._too_few_since = None
         bodies = {member.name: member.body for member in commit.members}
         is_counted = flight is not None and bodies.get(name) == flight.body
         expected = tuple(sorted({*self._replay.expected, *bodies, *commit.missing}))
