@@ -331,31 +331,37 @@ class Island:
         if not self._in_step:
             self._check_name()
             self._follow(model)
-        waits, has_missed = leaving or not self._options.overlap, False
+        has_missed = False
         while not self._behind:
             is_new = self._outbox.flight is None
-            if is_new and not self._encode(model, is_told=is_told, leaving=leaving):
-                return self._note(nonfinite=True)
-            if is_new and not waits:
-                return None
-            if not self._deliver(wait=waits):
-                return self._note(uploading=True)
-            flight = self._outbox.flight
-            if (flight is not None and flight.record.leaving) or (has_missed and not waits):
-                return None
+            if not self._send(model, is_told=is_told, leaving=leaving, has_missed=has_missed):
+                return
             commit = self._await_commit()
             if commit is None:
-                return None
+                return
             is_counted = self._apply(model, commit)
-            if is_counted and is_new:
-                return None
             if not is_counted:
                 has_missed = True
                 self._follow(model)
             # A drift of an earlier meeting has counted, or a round ended without this one: at once for the next round.
-            if self._store.now() >= self._store.deadline:
-                return None
-        return None
+            if (is_counted and is_new) or self._store.now() >= self._store.deadline:
+                return
+
+    def _send(self, model: MeetingState, *, is_told: bool, leaving: bool, has_missed: bool) -> bool:
+        """Brings the drift into the open round; returns whether this meeting waits for the round's commit."""
+        waits = leaving or not self._options.overlap
+        if self._outbox.flight is None:
+            if not self._encode(model, is_told=is_told, leaving=leaving):
+                self._note(nonfinite=True)
+                return False
+            if not waits:
+                return False
+        if not self._deliver(wait=waits):
+            self._note(uploading=True)
+            return False
+        flight = self._outbox.flight
+        is_last = flight is not None and flight.record.leaving
+        return not is_last and (waits or not has_missed)
 
     def _follow(self, model: MeetingState) -> None:
         """Applies the rounds that have ended; no more after the deadline, since others may be faster than this is."""
