@@ -353,30 +353,21 @@ class Island:
     def _exchange(self, model: MeetingState, *, is_told: bool, leaving: bool) -> None:
         """Brings what is ahead of the global parameters into a round, again until one takes it or time is up."""
         self._come_back(model)
-        waits, has_missed = leaving or not self._options.overlap, False
+        has_missed = False
         while not self._behind:
             is_new = self._outbox.flight is None
-            if is_new and not self._encode(model, is_told=is_told, leaving=leaving):
-                self._note(nonfinite=True)
-                break
-            if is_new and not waits:
-                break
-            if not self._deliver(wait=waits):
-                self._note(uploading=True)
-                break
-            flight = self._outbox.flight
-            if (flight is not None and flight.record.leaving) or (has_missed and not waits):
-                break
+            if not self._send(model, is_told=is_told, leaving=leaving, has_missed=has_missed):
+                return
             commit = self._await_commit()
             if commit is None:
-                break
+                return
             is_counted = self._apply(model, commit)
             if not is_counted:
                 has_missed = True
                 self._follow(model)
             # A drift of an earlier meeting has counted, or a round ended without this one: at once for the next round.
             if (is_counted and is_new) or self._store.now() >= self._store.deadline:
-                break
+                return
 
     def _come_back(self, model: MeetingState) -> None:
         """After a while, follows the rounds that others have ended, unless a newer process has this name."""
@@ -386,6 +377,22 @@ class Island:
         if not self._in_step:
             self._check_name()
             self._follow(model)
+
+    def _send(self, model: MeetingState, *, is_told: bool, leaving: bool, has_missed: bool) -> bool:
+        """Brings the drift into the open round; returns whether this meeting waits for the round's commit."""
+        waits = leaving or not self._options.overlap
+        if self._outbox.flight is None:
+            if not self._encode(model, is_told=is_told, leaving=leaving):
+                self._note(nonfinite=True)
+                return False
+            if not waits:
+                return False
+        if not self._deliver(wait=waits):
+            self._note(uploading=True)
+            return False
+        flight = self._outbox.flight
+        is_last = flight is not None and flight.record.leaving
+        return not is_last and (waits or not has_missed)
 
     def _follow(self, model: MeetingState) -> None:
         """Applies the rounds that have ended; no more after the deadline, since others may be faster than this is."""
@@ -456,11 +463,14 @@ class Island:
         is_first, was_due = protocol.is_first_to_commit(options.name, expected, number), False
         longest = min(LONGEST_PAUSE, options.round_timeout / 50)
         request = max(store.request_seconds(), SHORTEST_LOOK)
-        # The others look when the first to commit should have looked, read records and bodies, and created it.
-        pause = min(request if is_first else (2 * len(expected) + 3) * request, 2 * longest)
+        if not is_first:
+            # When the first to commit should have looked, read records and bodies, and created it.
+            store.sleep(min((2 * len(expected) + 3) * request, 2 * longest, max(store.deadline - store.now(), 0.0)))
+            if (commit := run.read_commit(store, number)) is not None:
+                self._replay.check_not_forgotten(number)
+                return commit
+        pause = request
         while True:
-            if not is_first:
-                store.sleep(min(pause, max(store.deadline - store.now(), 0.0)))
             seen = protocol.see(name.removeprefix(prefix) for name in store.list(prefix))
             if options.name not in seen.drifts:
                 self._replay.check_not_forgotten(number)
@@ -484,14 +494,12 @@ class Island:
                 commit = self._commit(seen)
             was_due = action is Next.COMMIT
             if commit is not None:
-                self._too_few_since = None
                 return commit
             if now >= store.deadline:
                 self._check_patience(len(seen.drifts), now)
                 return None
-            if is_first:
-                store.sleep(min(pause, max(store.deadline - now, 0.0)))
-            pause = min(2 * pause, longest) if pause < longest else longest
+            store.sleep(min(pause, max(store.deadline - now, 0.0)))
+            pause = min(2 * pause, longest)
 
     def _commit(self, seen: protocol.Seen) -> Commit | None:
         """Ends the round: checks every drift, then creates the commit, unless another island is faster."""
@@ -527,6 +535,7 @@ class Island:
         ahead = measure_drift(local.anchor, model.params)
         if commit.base != self._replay.digest:
             local = self._take_kept_anchor(local)
+        self._too_few_since = None
         bodies = {member.name: member.body for member in commit.members}
         is_counted = flight is not None and bodies.get(name) == flight.body
         expected = tuple(sorted({*self._replay.expected, *bodies, *commit.missing}))

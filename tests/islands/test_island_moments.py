@@ -112,7 +112,7 @@ def test_a_long_pause_before_any_call_of_the_store_loses_and_doubles_nothing(red
                 moved = jax.tree.map(lambda m, b, a: m + b - a, moved, before, total(state.params))
                 state, report = slow.meet(state)
                 digests[report.round].add(report.digest)
-            # The other thread may be making its pause.
+            # Another thread may be making its pause.
             wait_for_threads(slow)
             # A drift that is under way is still ahead of this island's anchor.
             ahead = slow._outbox.flight.body if slow._outbox.flight else None

@@ -25,6 +25,7 @@ RAISED = [
     islands.DamagedError("cut"),
     islands.IslandError("no"),
     islands.NameTakenError("a"),
+    islands.OfflineError("away"),
     islands.RunMismatchError("other"),
     islands.StoreUnusableError("no"),
     islands.TooFewIslandsError("one"),
