@@ -117,7 +117,7 @@ class Connection:
     collective which another does not enter. A function that raises is called again until `deadline`, by the clock of
     process 0; then, and `GRACE` later if there is no answer, `ConnectionError` is raised in all of them.
 
-    One thread of process 0 puts bodies, and another one calls all other functions.
+    One thread of process 0 puts bodies, one deletes, and another one calls all other functions.
 
     Args:
       store: what process 0 asks.
@@ -143,7 +143,7 @@ class Connection:
         self._urgent = urgent
         shared = self if foreground is None else foreground
         if foreground is None:
-            self._uploads, self._requests = Lane(), Lane()
+            self._uploads, self._deletions, self._requests = Lane(), Lane(), Lane()
             self._lock, self._traffic = threading.Lock(), Traffic()
             # Seconds that a small request takes.
             self._seconds = 0.0
@@ -274,8 +274,7 @@ class Connection:
         if request is None or (request.done.is_set() and request.ended_at < asked_at and _has_aged(kind, request)):
             request = Request(getattr(self.store, kind), _plain(arguments))
             self._under_way[key] = request
-            lane = self._shared._uploads if kind == "put" else self._shared._requests
-            lane.submit(request, urgent=self._urgent)
+            self._shared._lane_of(kind).submit(request, urgent=self._urgent)
         left = max(self.deadline + GRACE, asked_at + LEAST_SECONDS) - time.monotonic()
         if not request.done.wait(max(min(SLICE, left), 0.0)):
             if left > SLICE and not self.closed.is_set():
@@ -293,6 +292,11 @@ class Connection:
         self.problem = problem
         logger.warning("%s failed, try %d: %s", _describe(kind, arguments), tries + 1, problem)
         return "refused" if _is_refusal(request.error) else "failed", problem
+
+    def _lane_of(self, kind: str) -> Lane:
+        if kind == "put":
+            return self._uploads
+        return self._deletions if kind.startswith("delete") else self._requests
 
     def _count(
         self, kind: str, arguments: tuple[Any, ...], request: Request, tries: int, problem: str | None = None

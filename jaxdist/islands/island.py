@@ -466,8 +466,7 @@ class Island:
         if not is_first:
             # When the first to commit should have looked, read records and bodies, and created it.
             store.sleep(min((2 * len(expected) + 3) * request, 2 * longest, max(store.deadline - store.now(), 0.0)))
-            if (commit := run.read_commit(store, number)) is not None:
-                self._replay.check_not_forgotten(number)
+            if (commit := self._replay.read_commit(number)) is not None:
                 return commit
         pause = request
         while True:
