@@ -174,7 +174,7 @@ class Replay:
       expected: the islands that the last commit expects in it.
       counted: the bodies that the last rounds took, by island.
       needs_rate: whether the outer step needs the learning rate of the inner ones.
-      keep_every: how many rounds lie between kept global parameters.
+      keep_every: the number of rounds between kept global parameters.
       lasts: whether a drift may count in a later round than that in which it was encoded.
     """
 

@@ -6,7 +6,7 @@ The one thing that islands need of a store is "create if absent".
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ class SharedStore(NamedTuple):
     get: Callable[[str], bytes | None]
     list: Callable[[str], list[str]]
     delete: Callable[[str], None]
-    delete_many: Callable[[list[str]], None] | None = None
+    delete_many: Callable[[Sequence[str]], None] | None = None
 
 
 def folder(path: str | os.PathLike[str]) -> SharedStore:
@@ -126,7 +126,7 @@ class _Folder:
             # The last name of a folder takes the folder with it; one that is in use stays.
             place.rmdir()
 
-    def delete_many(self, names: "list[str]") -> None:
+    def delete_many(self, names: Sequence[str]) -> None:
         for name in names:
             self.delete(name)
 
@@ -201,7 +201,7 @@ def memory() -> SharedStore:
     def list_names(prefix: str) -> list[str]:
         return sorted(name for name in list(names) if name.startswith(prefix))
 
-    def delete_many(gone: list[str]) -> None:
+    def delete_many(gone: Sequence[str]) -> None:
         for name in gone:
             delete(name)
 
@@ -327,6 +327,6 @@ class _Bucket:
         with suppress(FileNotFoundError):
             self._obstore.delete(self._place, name)
 
-    def delete_many(self, names: "list[str]") -> None:
+    def delete_many(self, names: Sequence[str]) -> None:
         for name in names:
             self.delete(name)
