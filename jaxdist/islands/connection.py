@@ -1,6 +1,6 @@
 """The connection through which the processes of an island ask a store: threads ask, callers wait until a deadline.
 
-A request that has not been answered by the deadline stays under way: whoever asks for the same again waits for the same
+A request that has not been answered by the deadline stays under way, and the next call for the same waits for the same
 request. So a slow or silent store delays an island by its deadline, never by what one request takes.
 """
 
@@ -36,11 +36,11 @@ DELETED_AT_ONCE = 200
 REFUSALS = {"PermissionDeniedError", "UnauthenticatedError"}
 
 
-class RefusedError(ConnectionError):
+class _RefusedError(ConnectionError):
     """The store refuses a request in a way that no second try mends."""
 
 
-class UnansweredError(ConnectionError):
+class _UnansweredError(ConnectionError):
     """A request is still under way at the deadline; `name` is what it asks for."""
 
     def __init__(self, message: str, name: str):
@@ -48,7 +48,7 @@ class UnansweredError(ConnectionError):
         self.name = name
 
 
-class Traffic(NamedTuple):
+class StoreTraffic(NamedTuple):
     """What went to and from the store: bytes, requests, those of them that were tried again, and the last problem."""
 
     sent: int = 0
@@ -69,7 +69,7 @@ class Request:
         self.ended_at = self.seconds = 0.0
 
     def run(self) -> None:
-        """Calls the function, unless nobody wants the answer any more."""
+        """Calls the function, unless it was dropped."""
         self.has_begun, began = True, time.monotonic()
         if not self.is_dropped:
             try:
@@ -144,7 +144,7 @@ class Connection:
         shared = self if foreground is None else foreground
         if foreground is None:
             self._uploads, self._deletions, self._requests = Lane(), Lane(), Lane()
-            self._lock, self._traffic = threading.Lock(), Traffic()
+            self._lock, self._traffic = threading.Lock(), StoreTraffic()
             # Seconds that a small request takes.
             self._seconds = 0.0
             # Bytes that were read ahead, by name; never others than those in the store.
@@ -194,15 +194,15 @@ class Connection:
         """How long a small request takes, as process 0 has measured it."""
         return self.agree(lambda: self._shared._seconds)
 
-    def take_traffic(self) -> Traffic:
+    def take_traffic(self) -> StoreTraffic:
         """What went to and from the store since the last call of this."""
 
         def take() -> list[Any]:
             with self._shared._lock:
-                taken, self._shared._traffic = self._shared._traffic, Traffic()
+                taken, self._shared._traffic = self._shared._traffic, StoreTraffic()
             return list(taken)
 
-        return Traffic(*self.agree(take))
+        return StoreTraffic(*self.agree(take))
 
     def keep_ahead(self, found: dict[str, bytes]) -> None:
         """Keeps bytes that were read ahead."""
@@ -222,8 +222,8 @@ class Connection:
         """The answer of a function of the store, which is called again while it raises.
 
         Raises:
-          RefusedError: no second try would mend what it raises.
-          UnansweredError: a request is still under way at the deadline; it stays so.
+          _RefusedError: no second try would mend what it raises.
+          _UnansweredError: a request is still under way at the deadline; it stays so.
           ConnectionError: the function raises until the deadline.
         """
         pause, tries = FIRST_PAUSE, 0
@@ -233,7 +233,7 @@ class Connection:
             if state == "answered":
                 return answer
             if state == "refused":
-                raise RefusedError(answer)
+                raise _RefusedError(answer)
             now = self.now()
             if state == "failed":
                 tries += 1
@@ -243,7 +243,7 @@ class Connection:
                 pause = min(2 * pause, LONGEST_PAUSE)
             elif now >= max(self.deadline + GRACE, asked_at + LEAST_SECONDS) or self.closed.is_set():
                 self._let_go(kind, arguments)
-                raise UnansweredError(
+                raise _UnansweredError(
                     f"the store has not answered {_describe(kind, arguments)} within {now - asked_at:.1f} s",
                     str(arguments[0]),
                 )

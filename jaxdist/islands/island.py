@@ -31,7 +31,7 @@ from .base import (
     TooFewIslandsError,
 )
 from .cleanup import Cleaner
-from .connection import GRACE, LONGEST_PAUSE, Connection, UnansweredError
+from .connection import GRACE, LONGEST_PAUSE, Connection, _UnansweredError
 from .exchange import (
     UNCOUNTED,
     catch_up,
@@ -292,7 +292,7 @@ class Island:
             self._go_on(partial(self._exchange, is_told=examples is not None, leaving=leaving), model)
         except ConnectionError as error:
             # Bytes that take longer than a meeting are under way; anything else that is silent is out of reach.
-            is_slow = isinstance(error, UnansweredError) and error.name.startswith("bodies/")
+            is_slow = isinstance(error, _UnansweredError) and error.name.startswith("bodies/")
             self._note(**({"late": True} if is_slow else {"offline": True}))
             problem = str(error)
         report = self._report

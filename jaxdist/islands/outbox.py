@@ -11,7 +11,7 @@ import jax
 from .._core.types import State, Updates
 from . import protocol
 from .base import DamagedError
-from .connection import LEAST_SECONDS, SLICE, Connection, RefusedError
+from .connection import LEAST_SECONDS, SLICE, Connection, _RefusedError
 from .protocol import Drift, body_name, number_in, round_name
 
 # Seconds between two looks for drifts of others: there is no hurry before the next meeting.
@@ -211,7 +211,7 @@ class Outbox:
                 self._look, place, record, left if wait else 0.0
             )
             if state == "refused":
-                raise RefusedError(problem)
+                raise _RefusedError(problem)
             if state == "uploading" and wait and left > 0:
                 continue
             if state == "uploading" and problem is not None:
