@@ -50,7 +50,7 @@ class RunStatus(NamedTuple):
       present: islands that have sent a drift in the open round, or are expected in it.
       rounds: the last rounds, oldest first.
       run: the number of the run, 32 hexadecimal digits.
-      keep_every: how many rounds lie between kept global parameters.
+      keep_every: the number of rounds between kept global parameters.
       uploading: islands that are expected in the open round, or announced themselves in it, and have sent nothing yet.
     """
 

@@ -27,6 +27,7 @@ RAISED = [
     islands.NameTakenError("a"),
     islands.OfflineError("away"),
     islands.RunMismatchError("other"),
+    islands.RunMissingError("none"),
     islands.StoreUnusableError("no"),
     islands.TooFewIslandsError("one"),
     CollectiveError("data", ("sum", "max")),
