@@ -4,6 +4,7 @@ from .base import AnchorDiffersError as AnchorDiffersError
 from .base import DamagedError as DamagedError
 from .base import IslandError as IslandError
 from .base import NameTakenError as NameTakenError
+from .base import OfflineError as OfflineError
 from .base import Report as Report
 from .base import RunMismatchError as RunMismatchError
 from .base import RunMissingError as RunMissingError

@@ -18,11 +18,18 @@ class Report(NamedTuple):
       counted: whether this island's drift is among them.
       late: whether a round had ended before this island's drift came; the progress is kept, and sent again.
       offline: whether the store was out of reach; the progress is kept.
+      uploading: whether this island's drift is still on its way into the store; it counts in a later round.
       nonfinite: whether this island's parameters were not finite; it has taken the global parameters instead, and its
         inner optimizer has the moments of `init` again.
+      expected: the islands that the last round waited for or took.
+      examples: of this island's drift, if it was counted: all that it was trained on, in several rounds if its upload
+        took so long.
       wait_seconds: the time in `meet`.
       sent_bytes: bytes that went into the store.
       received_bytes: bytes that came out of it.
+      requests: the number of requests to the store since the last report.
+      retries: those of them that repeated one that had failed.
+      problem: of the last request that failed since the last report; `None` if none did.
       digest: a short name for the bits of the global parameters and the outer optimizer's state.
     """
 
@@ -32,10 +39,16 @@ class Report(NamedTuple):
     counted: bool = False
     late: bool = False
     offline: bool = False
+    uploading: bool = False
     nonfinite: bool = False
+    expected: tuple[str, ...] = ()
+    examples: float = 0.0
     wait_seconds: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
+    requests: int = 0
+    retries: int = 0
+    problem: str | None = None
     digest: str = ""
 
 
@@ -52,6 +65,7 @@ class JoinOptions(NamedTuple):
     begin: bool
     moments: Moments
     place: str
+    on_disk: bool
 
 
 class SharedStore(NamedTuple):
@@ -59,7 +73,7 @@ class SharedStore(NamedTuple):
 
     Every function may raise `OSError` (or what the library beneath raises) when the store is out of reach; islands
     then try again. A store of your own needs the first five functions. Islands call them in threads of their own, one
-    at a time, but that `put` may run beside one other function: a slow upload must not hold up the rounds.
+    at a time, but that a `put` and a deletion may run beside another function: they must not hold up the rounds.
 
     Attributes:
       create: `create(name, body) -> bool`: writes whole bytes under a name that is absent. Of several callers at once
@@ -101,6 +115,10 @@ class NameTakenError(IslandError):
 
 class AnchorDiffersError(IslandError):
     """The global parameters of an island differ from those of the run again and again: other hardware, or a defect."""
+
+
+class OfflineError(IslandError):
+    """The store was out of reach, or refused what was asked of it, for `patience` seconds; it says why."""
 
 
 class TooFewIslandsError(IslandError):

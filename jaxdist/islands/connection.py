@@ -1,9 +1,17 @@
-"""The connection through which the processes of an island ask a store: one answer for all, and a deadline."""
+"""The connection through which the processes of an island ask a store: threads ask, callers wait until a deadline.
 
+A request that has not been answered by the deadline stays under way, and the next call for the same waits for the same
+request. So a slow or silent store delays an island by its deadline, never by what one request takes.
+"""
+
+import heapq
+import itertools
 import json
+import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,7 +20,94 @@ from ..processes.broadcast import broadcast
 from .base import IslandError
 from .store import SharedStore
 
+logger = logging.getLogger("jaxdist.islands")
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
+# Seconds after the deadline that a request may still take: a deadline of a few milliseconds is one for other islands.
+GRACE = 0.5
+# Seconds that it has in any case: what the devices take counts, too, and a store that answers at once is there.
+LEAST_SECONDS = 0.1
+# Processes that wait for process 0 do so in a collective, which has a time limit of its own; and a log says what takes
+# longer.
+SLICE = 5.0
+# Names that one request deletes, so that it holds up a meeting by no more than a moment.
+DELETED_AT_ONCE = 200
+# Names of errors of obstore that no second try mends; all libraries raise `PermissionError` or derive from it, but it.
+REFUSALS = {"PermissionDeniedError", "UnauthenticatedError"}
+
+
+class _RefusedError(ConnectionError):
+    """The store refuses a request in a way that no second try mends."""
+
+
+class _UnansweredError(ConnectionError):
+    """A request is still under way at the deadline; `name` is what it asks for."""
+
+    def __init__(self, message: str, name: str):
+        super().__init__(message)
+        self.name = name
+
+
+class StoreTraffic(NamedTuple):
+    """What went to and from the store: bytes, requests, those of them that were tried again, and the last problem."""
+
+    sent: int = 0
+    received: int = 0
+    requests: int = 0
+    retries: int = 0
+    problem: str | None = None
+
+
+class Request:
+    """A call of a function of a store by another thread; `done` is set when `answer` or `error` is there."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]):
+        self._function, self._arguments = function, arguments
+        self.done, self.has_begun, self.is_dropped = threading.Event(), False, False
+        self.answer: Any = None
+        self.error: BaseException | None = None
+        self.ended_at = self.seconds = 0.0
+
+    def run(self) -> None:
+        """Calls the function, unless it was dropped."""
+        self.has_begun, began = True, time.monotonic()
+        if not self.is_dropped:
+            try:
+                self.answer = self._function(*self._arguments)
+            except BaseException as error:
+                self.error = error
+        self.ended_at = time.monotonic()
+        self.seconds = self.ended_at - began
+        self.done.set()
+
+
+class Lane:
+    """Runs requests one after another in a thread, urgent ones first. The thread is there while there is work.
+
+    It never holds up the end of the process, not even inside a call that does not return.
+    """
+
+    def __init__(self):
+        self._lock, self._count = threading.Lock(), itertools.count()
+        self._waiting: list[tuple[bool, int, Request]] = []
+        self._is_running = False
+
+    def submit(self, request: Request, *, urgent: bool) -> None:
+        """Adds a request."""
+        with self._lock:
+            heapq.heappush(self._waiting, (not urgent, next(self._count), request))
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    return
+                *_, request = heapq.heappop(self._waiting)
+            request.run()
 
 
 class Connection:
@@ -20,44 +115,71 @@ class Connection:
 
     Decisions that follow from these answers alone are the same in all processes, so that no process waits in a
     collective which another does not enter. A function that raises is called again until `deadline`, by the clock of
-    process 0; then `ConnectionError` is raised in all of them.
+    process 0; then, and `GRACE` later if there is no answer, `ConnectionError` is raised in all of them.
+
+    One thread of process 0 puts bodies, one deletes, and another one calls all other functions.
 
     Args:
       store: what process 0 asks.
       together: whether all processes call each function; otherwise this process asks by itself.
+      foreground: the connection whose threads this one uses, from a thread of its own.
+      urgent: whether its requests go before those that are not.
     """
 
-    def __init__(self, store: SharedStore, *, together: bool = True):
-        self.store = store
+    def __init__(
+        self,
+        store: SharedStore,
+        *,
+        together: bool = True,
+        foreground: "Connection | None" = None,
+        urgent: bool = True,
+    ):
+        self.store, self.deadline = store, float("inf")
+        # Set by whoever wants none of its answers any more.
+        self.closed = threading.Event()
+        # Of the last request of this connection, if that failed.
+        self.problem: str | None = None
         self._together = together and jax.process_count() > 1
-        self.deadline = float("inf")
-        self.sent = self.received = 0
-        # Bytes that process 0 has read ahead, by name; never others than those in the store.
-        self.read_ahead: Mapping[str, bytes] = {}
+        self._urgent = urgent
+        shared = self if foreground is None else foreground
+        if foreground is None:
+            self._uploads, self._deletions, self._requests = Lane(), Lane(), Lane()
+            self._lock, self._traffic = threading.Lock(), StoreTraffic()
+            # Seconds that a small request takes.
+            self._seconds = 0.0
+            # Bytes that were read ahead, by name; never others than those in the store.
+            self.read_ahead: dict[str, bytes] = {}
+        self._shared = shared
+        self._under_way: dict[tuple[Any, ...], Request] = {}
+
+    def in_background(self, *, urgent: bool) -> "Connection":
+        """A connection for another thread of this process, over the same threads, without a deadline."""
+        return Connection(self.store, together=False, foreground=self._shared, urgent=urgent)
 
     def create(self, name: str, body: bytes) -> bool:
         """Stores `body` under a new name, and returns false if the name exists."""
-        self.sent += len(body)
-        return self.ask(self.store.create, name, body)
+        return self.ask("create", name, body)
 
     def put(self, name: str, body: bytes) -> None:
         """Stores `body` under a name, and replaces what it has."""
-        self.sent += len(body)
-        self.ask(self.store.put, name, body)
+        self.ask("put", name, body)
 
     def get(self, name: str) -> bytes | None:
         """The bytes under a name, or `None` if there are none."""
-        body = self.ask(self._read, name)
-        self.received += len(body or b"")
-        return body
+        return self.ask("get", name)
 
     def list(self, prefix: str) -> list[str]:
         """The names with this prefix, sorted."""
-        return self.ask(self.store.list, prefix)
+        return self.ask("list", prefix)
 
-    def delete(self, name: str) -> None:
-        """Deletes a name, which may be missing."""
-        self.ask(self.store.delete, name)
+    def delete_many(self, names: "list[str]") -> None:
+        """Deletes names, which may be missing."""
+        if self.store.delete_many is None:
+            for name in names:
+                self.ask("delete", name)
+        else:
+            for start in range(0, len(names), DELETED_AT_ONCE):
+                self.ask("delete_many", tuple(names[start : start + DELETED_AT_ONCE]))
 
     def now(self) -> float:
         """Seconds on the monotonic clock of process 0. Clocks of different islands are never compared."""
@@ -68,42 +190,164 @@ class Connection:
         """Waits in this process."""
         time.sleep(seconds)
 
-    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The answer of a function that process 0 calls, again while it raises; `bytes`, or what JSON can hold."""
-        pause = FIRST_PAUSE
+    def request_seconds(self) -> float:
+        """How long a small request takes, as process 0 has measured it."""
+        return self.agree(lambda: self._shared._seconds)
+
+    def take_traffic(self) -> StoreTraffic:
+        """What went to and from the store since the last call of this."""
+
+        def take() -> list[Any]:
+            with self._shared._lock:
+                taken, self._shared._traffic = self._shared._traffic, StoreTraffic()
+            return list(taken)
+
+        return StoreTraffic(*self.agree(take))
+
+    def keep_ahead(self, found: dict[str, bytes]) -> None:
+        """Keeps bytes that were read ahead."""
+        with self._shared._lock:
+            self._shared.read_ahead |= found
+
+    def drop_ahead(self) -> None:
+        """Drops them."""
+        with self._shared._lock:
+            self._shared.read_ahead = {}
+
+    def forget_answers(self) -> None:
+        """Drops answers that came after their deadline and that were not asked for again."""
+        self._under_way = {key: request for key, request in self._under_way.items() if not request.done.is_set()}
+
+    def ask(self, kind: str, *arguments: Any) -> Any:
+        """The answer of a function of the store, which is called again while it raises.
+
+        Raises:
+          _RefusedError: no second try would mend what it raises.
+          _UnansweredError: a request is still under way at the deadline; it stays so.
+          ConnectionError: the function raises until the deadline.
+        """
+        pause, tries = FIRST_PAUSE, 0
+        asked_at = self.now()
         while True:
-            answer, problem = (_call_once if self._together else _call)(function, *arguments)
-            if problem is None:
+            state, answer = self.agree(self._attend, kind, arguments, tries, asked_at)
+            if state == "answered":
                 return answer
-            if self.now() + pause > self.deadline:
-                raise ConnectionError(f"the store is out of reach: {problem}")
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            if state == "refused":
+                raise _RefusedError(answer)
+            now = self.now()
+            if state == "failed":
+                tries += 1
+                if now + pause > self.deadline or self.closed.is_set():
+                    raise ConnectionError(f"the store is out of reach: {answer}")
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            elif now >= max(self.deadline + GRACE, asked_at + LEAST_SECONDS) or self.closed.is_set():
+                self._let_go(kind, arguments)
+                raise _UnansweredError(
+                    f"the store has not answered {_describe(kind, arguments)} within {now - asked_at:.1f} s",
+                    str(arguments[0]),
+                )
 
-    def _read(self, name: str) -> bytes | None:
-        return self.read_ahead[name] if name in self.read_ahead else self.store.get(name)
+    def agree(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function returns in process 0, in all processes: what JSON can hold, or a pair that ends in bytes."""
+        if not self._together:
+            return function(*arguments)
+        is_first = jax.process_index() == 0
+        answer = function(*arguments) if is_first else None
+        is_bytes = isinstance(answer, tuple) and isinstance(answer[-1], bytes)
+        message = answer[-1] if isinstance(answer, tuple) and is_bytes else json.dumps(answer).encode()
+        size = int(_share(np.int64(len(message) if is_first else 0)))
+        kind = bool(_share(np.bool_(is_bytes)))
+        buffer = np.frombuffer(message, np.uint8) if is_first else np.zeros(size, np.uint8)
+        arrived = np.asarray(_share(buffer)).tobytes() if size else b""
+        return ("answered", arrived) if kind else json.loads(arrived)
+
+    # In process 0
+
+    def _attend(self, kind: str, arguments: tuple[Any, ...], tries: int, asked_at: float) -> tuple[str, Any]:
+        """Waits for a request, which it begins if there is none; returns its state, and the answer or the problem."""
+        if kind == "get" and arguments[0] in self._shared.read_ahead:
+            return "answered", self._shared.read_ahead[arguments[0]]
+        key = (kind, *arguments)
+        request = self._under_way.get(key)
+        # What was not there when an earlier call asked may have come.
+        if request is None or (request.done.is_set() and request.ended_at < asked_at and _has_aged(kind, request)):
+            request = Request(getattr(self.store, kind), _plain(arguments))
+            self._under_way[key] = request
+            self._shared._lane_of(kind).submit(request, urgent=self._urgent)
+        left = max(self.deadline + GRACE, asked_at + LEAST_SECONDS) - time.monotonic()
+        if not request.done.wait(max(min(SLICE, left), 0.0)):
+            if left > SLICE and not self.closed.is_set():
+                logger.warning("waiting for the store: no answer yet to %s", _describe(kind, arguments))
+            return "under way", None
+        del self._under_way[key]
+        if request.error is None:
+            self._count(kind, arguments, request, tries)
+            self.problem = None
+            return "answered", request.answer
+        if not isinstance(request.error, Exception):
+            raise request.error
+        problem = f"{type(request.error).__name__}: {request.error}"
+        self._count(kind, arguments, request, tries, problem)
+        self.problem = problem
+        logger.warning("%s failed, try %d: %s", _describe(kind, arguments), tries + 1, problem)
+        return "refused" if _is_refusal(request.error) else "failed", problem
+
+    def _lane_of(self, kind: str) -> Lane:
+        if kind == "put":
+            return self._uploads
+        return self._deletions if kind.startswith("delete") else self._requests
+
+    def _count(
+        self, kind: str, arguments: tuple[Any, ...], request: Request, tries: int, problem: str | None = None
+    ) -> None:
+        shared = self._shared
+        with shared._lock:
+            traffic = shared._traffic
+            if problem is None:
+                sent = len(arguments[1]) if kind in ("put", "create") else 0
+                received = len(request.answer or b"") if kind == "get" else 0
+                traffic = traffic._replace(sent=traffic.sent + sent, received=traffic.received + received)
+            shared._traffic = traffic._replace(
+                requests=traffic.requests + 1,
+                retries=traffic.retries + (tries > 0),
+                problem=problem or traffic.problem,
+            )
+            if problem is None and kind in ("list", "create"):
+                shared._seconds = 0.5 * (shared._seconds + request.seconds) if shared._seconds else request.seconds
+
+    def _let_go(self, kind: str, arguments: tuple[Any, ...]) -> None:
+        """Leaves a request under way if its answer stays true, and begins none that has not begun."""
+
+        def let_go() -> None:
+            request = self._under_way[(kind, *arguments)]
+            request.is_dropped = not request.has_begun
+            if kind == "list" or request.is_dropped:
+                del self._under_way[(kind, *arguments)]
+
+        if not self._together or jax.process_index() == 0:
+            let_go()
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-    """Calls a function of the store; returns its answer, or its problem."""
-    try:
-        return function(*arguments), None
-    # Any error of a library for stores, none of which is known here, may pass by itself.
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+def _has_aged(kind: str, request: Request) -> bool:
+    """Whether an answer to an earlier call may be another one now: bytes, once they are there, stay the same."""
+    return request.error is not None or kind == "list" or (kind == "get" and request.answer is None)
 
 
-def _call_once(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-    """Calls a function of the store in process 0; returns its answer, or its problem, in all processes."""
-    is_first = jax.process_index() == 0
-    answer, problem = _call(function, *arguments) if is_first else (None, None)
-    is_bytes = isinstance(answer, bytes)
-    message = answer if is_bytes else json.dumps([answer, problem]).encode()
-    size = int(_share(np.int64(len(message) if is_first else 0)))
-    kind = bool(_share(np.bool_(is_bytes)))
-    buffer = np.frombuffer(message, np.uint8) if is_first else np.zeros(size, np.uint8)
-    arrived = np.asarray(_share(buffer)).tobytes() if size else b""
-    return (arrived, None) if kind else tuple(json.loads(arrived))
+def _plain(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(list(x) if isinstance(x, tuple) else x for x in arguments)
+
+
+def _describe(kind: str, arguments: tuple[Any, ...]) -> str:
+    what = f"{len(arguments[0])} names" if isinstance(arguments[0], tuple) else repr(arguments[0])
+    return f"{kind}({what})"
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether no second try mends an error: no rights, no such bucket, a file in the place of a folder."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    is_refused = isinstance(error, PermissionError | NotADirectoryError) or bool(names & REFUSALS)
+    return is_refused or any(word in str(error) for word in ("NoSuchBucket", "ContainerNotFound"))
 
 
 def _share(value: Any) -> Any:

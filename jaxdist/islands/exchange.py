@@ -191,6 +191,31 @@ def restart_counts(local: LocalStepsState, number: Array) -> LocalStepsState:
     return local._replace(rounds=jnp.full_like(local.rounds, number), examples=uncounted, **zeros)
 
 
+@jax.jit
+def subtract_counts(
+    local: LocalStepsState, number: Array, examples: Array, steps: Array, rates: Array
+) -> LocalStepsState:
+    """Returns the state before round `number`, without the counts of a drift that was taken.
+
+    So counts are those of what is ahead of the global parameters.
+    """
+    since = local.since - steps.astype(local.since.dtype)
+    left = local.examples.value - examples.astype(local.examples.value.dtype)
+    left = jnp.where((since == 0).all() | (local.examples.value == UNCOUNTED), UNCOUNTED, left)
+    return local._replace(
+        rounds=jnp.full_like(local.rounds, number),
+        examples=with_value(local.examples, left),
+        since=since,
+        rates=local.rates - rates.astype(local.rates.dtype),
+    )
+
+
+@jax.jit
+def with_examples(local: LocalStepsState, examples: Array) -> LocalStepsState:
+    """Returns the state with another number of examples of what is ahead of the global parameters."""
+    return local._replace(examples=with_value(local.examples, jnp.full_like(local.examples.value, examples)))
+
+
 @partial(jax.jit, static_argnums=(0, 3))
 def catch_up(
     inner: optax.GradientTransformationExtraArgs, local: LocalStepsState, steps: Array, is_ahead: bool
@@ -241,6 +266,8 @@ def compile_programs(
     digest_of(stepped)
     rebase(stepped.anchor, params, subtract(drift, drift))
     restart_counts(local, np.int32(0))
+    subtract_counts(local, np.int32(0), np.float32(0), np.int32(0), np.float32(0))
+    with_examples(local, np.float32(0))
 
 
 @jax.jit
@@ -332,6 +359,26 @@ def _find_disagreement(reducer: Reducer, like: PyTree, state: State, sent: list[
     arrives and on what all islands have; the replicated leaves on the latter alone; and what feedback subtracts, which
     is known before anything arrives, on everything but that.
     """
+    mean, own, replicated = _trace_dependences(reducer, like, state, sent)
+    if any(mask & (OWN | ARRIVED) for mask in replicated):
+        return "its state follows from the drifts of the members, so that each island would fit one by itself"
+    if any(mask & OWN for mask in mean):
+        return "its mean follows from this island's own drift beside what arrives, so that islands would differ"
+    if any(mask & ARRIVED for mask in own):
+        return "what it takes of a drift follows from those of the others"
+    return None
+
+
+def decodes_alike_later(reducer: Reducer, like: PyTree) -> bool:
+    """Whether a later round decodes what an island sends as its own round does: a drift may wait for its upload."""
+    state = jax.eval_shape(reducer.init, like)
+    sent = jax.eval_shape(lambda drift, state: encode(reducer, 0, drift, state)[0], like, state)
+    mean, *_ = _trace_dependences(reducer, like, state, sent)
+    return not any(mask & SHARED for mask in mean)
+
+
+def _trace_dependences(reducer: Reducer, like: PyTree, state: State, sent: list[Any]) -> list[set[int]]:
+    """What the mean, what is taken of the own drift, and the replicated leaves after a round follow from."""
     leaves, structure = jax.tree.flatten(state, is_leaf=is_mark)
 
     def run_round(drift: PyTree, leaves: list[Any], arrived: list[Any]) -> tuple[Any, Any, Any]:
@@ -345,11 +392,4 @@ def _find_disagreement(reducer: Reducer, like: PyTree, state: State, sent: list[
         + [ARRIVED] * len(sent)
     )
     masks = jax.tree.unflatten(jax.tree.structure(shapes), propagate(traced, labels).masks)
-    mean, own, replicated = (set(jax.tree.leaves(part)) for part in masks)
-    if any(mask & (OWN | ARRIVED) for mask in replicated):
-        return "its state follows from the drifts of the members, so that each island would fit one by itself"
-    if any(mask & OWN for mask in mean):
-        return "its mean follows from this island's own drift beside what arrives, so that islands would differ"
-    if any(mask & ARRIVED for mask in own):
-        return "what it takes of a drift follows from those of the others"
-    return None
+    return [set(jax.tree.leaves(part)) for part in masks]

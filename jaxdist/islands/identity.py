@@ -199,16 +199,21 @@ def _hash_constant(value: Any) -> str:
     return f"{x.dtype}{list(x.shape)} {hashlib.blake2b(np.ascontiguousarray(x).tobytes(), digest_size=16).hexdigest()}"
 
 
-def read_description(body: bytes) -> dict[str, Any]:
-    """Reads the description of a run; raises DamagedError if it is none."""
+def method_name(number: str) -> str:
+    """The name of the description of a run's model and method."""
+    return f"methods/{number}.json"
+
+
+def read_description(body: bytes, name: str = RUN_JSON) -> dict[str, Any]:
+    """Reads what describes a run; raises DamagedError if it does not."""
     cure = "restore the file from a copy, or begin a new run in an empty folder, from a checkpoint"
     try:
         found = json.loads(body)
     # So are brackets that nest too deeply to be read.
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"run.json is no description of a run ({error}); {cure}") from error
+        raise DamagedError(f"{name} is no description of a run ({error}); {cure}") from error
     if not isinstance(found, dict):
-        raise DamagedError(f"run.json is no description of a run, it has {body[:40]!r}; {cure}")
+        raise DamagedError(f"{name} is no description of a run, it has {body[:40]!r}; {cure}")
     return found
 
 
@@ -220,8 +225,13 @@ def place_of(url: "str | os.PathLike[str] | SharedStore") -> str:
     return "this store" if isinstance(url, SharedStore) else str(url)
 
 
+def is_on_disk(url: "str | os.PathLike[str] | SharedStore") -> bool:
+    """Whether a store is a folder, in whose place another disk may be mounted at any time."""
+    return not isinstance(url, SharedStore) and ("://" not in str(url) or str(url).startswith("file://"))
+
+
 def find_run(get: Callable[[str], bytes | None], place: str) -> dict[str, Any]:
-    """The description of the run in a store.
+    """Which run is in a store.
 
     Raises:
       RunMissingError: there is none.
@@ -255,14 +265,27 @@ def open_run(
         find_run(store.get, place)
     own, number = describe_own(), None
     if is_new:
-        number = store.ask(lambda: uuid.uuid4().hex)
-        # Of several islands that open the run at once, one writes its description.
-        store.create(RUN_JSON, protocol.to_json({"id": number, "keep_every": keep_every, **own}))
+        number = store.agree(lambda: uuid.uuid4().hex)
+        # By its number: `run.json` is asked for again and again, and has some bytes only.
+        store.create(method_name(number), protocol.to_json(own))
+        # Of several islands that open the run at once, one is the first.
+        store.create(RUN_JSON, protocol.to_json({"id": number, "keep_every": keep_every, "format": protocol.FORMAT}))
     theirs = find_run(store.get, place)
-    difference = find_difference(theirs, own)
+    difference = find_difference(theirs | _read_method(store, theirs, place), own)
     if difference is not None:
         raise RunMismatchError(f"the run in {place} has another model or method than this island: {difference}")
     return RunIdentity(theirs["id"], theirs["keep_every"], theirs["id"] == number, place)
+
+
+def _read_method(store: Connection, described: dict[str, Any], place: str) -> dict[str, Any]:
+    """The description of a run's model and method; nothing of another format, which is a difference already."""
+    if described.get("format") != protocol.FORMAT:
+        return {}
+    name = method_name(str(described.get("id")))
+    body = store.get(name)
+    if body is None:
+        raise DamagedError(f"{place} has a run.json, and no {name}, which describes the method of its run")
+    return read_description(body, name)
 
 
 def check_same(store: Connection, run: RunIdentity) -> None:

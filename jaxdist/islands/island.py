@@ -1,5 +1,10 @@
-"""An island as a machine: `enter` takes the run as it is, `meet` ends a round with the others, `leave` says so."""
+"""An island as a machine: `enter` takes the run as it is, `meet` ends a round with the others, `leave` says so.
 
+A meeting follows the rounds that have ended, encodes what is ahead of the global parameters, brings it into the open
+round, waits for the commit, and applies it. Each part ends at the deadline, and the next meeting goes on there.
+"""
+
+import logging
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,12 +20,23 @@ from ..local_sgd.state import LocalStepsState
 from ..state.marks import bind
 from ..state.placement import place_leaf
 from . import protocol, run
-from .base import AnchorDiffersError, DamagedError, JoinOptions, NameTakenError, Report, TooFewIslandsError
-from .connection import LONGEST_PAUSE, Connection
+from .base import (
+    AnchorDiffersError,
+    DamagedError,
+    JoinOptions,
+    NameTakenError,
+    OfflineError,
+    Report,
+    StoreUnusableError,
+    TooFewIslandsError,
+)
+from .cleanup import Cleaner
+from .connection import GRACE, LONGEST_PAUSE, Connection, _UnansweredError
 from .exchange import (
     UNCOUNTED,
     catch_up,
     compile_programs,
+    copy_shared_to_host,
     encode_drift,
     measure_drift,
     rebase,
@@ -28,19 +44,33 @@ from .exchange import (
     restart_counts,
     select_shared,
     subtract,
+    subtract_counts,
     to_host,
+    with_examples,
     with_shared,
     zeros_like,
 )
 from .identity import check_same, log_entered
 from .model import MeetingState, automatic_mesh, find_model, replace_model
-from .outbox import DriftMessage, InFlight, Outbox
+from .outbox import InFlight, Outbox
 from .protocol import Commit, Drift, Next, round_name
 from .run import Replay, _LeftBehindError
+
+logger = logging.getLogger("jaxdist.islands")
 
 # An island that is late so often is not waited for.
 LATE_IS_SLOW = 3
 DIFFERING_IS_FATAL = 3
+# Seconds that a goodbye may take.
+GOODBYE = 2.0
+# The shortest pause between two looks at a round.
+SHORTEST_LOOK = 0.002
+
+
+def _examples_of(local: LocalStepsState) -> float:
+    """How many examples the steps have counted that are ahead of the global parameters."""
+    counted = to_host(local.examples.value)
+    return max(float(counted[0]), 0.0) if counted.size else 0.0
 
 
 def _check_examples(local: LocalStepsState) -> None:
@@ -61,8 +91,10 @@ class Island:
         self._replay = Replay(store, config)
         self._index = np.int32(zlib.crc32(options.name.encode()) % 2**31)
         self._session = 0
-        self._outbox = Outbox(store, options.round_timeout)
-        self._entered = self._was_offline = False
+        self._outbox, self._cleaner = Outbox(store), Cleaner(store)
+        self._entered = False
+        # Whether this island took the last round, so that no other can have ended since by more than a moment.
+        self._in_step = False
         # Whether rounds have ended that this island had no time to take.
         self._behind = False
         # Whether the state that entered had progress which no round has.
@@ -70,7 +102,17 @@ class Island:
         self._late = self._differing = 0
         self._last_rate: float | None = None
         self._last_weight = 1.0
+        # Examples of what is ahead of the global parameters, as the last meeting left them.
+        self._examples_before = 0.0
+        # The rounds in which this process has said that it is here.
+        self._said_here: set[int] = set()
+        # Whether the rounds before the kept parameters are gone, which this island has to take.
+        self._left_behind = False
+        # Of the meeting that goes on.
+        self._report = Report(0)
         self._too_few_since: float | None = None
+        self._offline_since: float | None = None
+        self._is_lonely = False
 
     @property
     def run(self) -> str:
@@ -115,34 +157,48 @@ class Island:
           TooFewIslandsError: fewer than `begin_with` islands came within `patience`.
         """
         self._store.deadline = self._store.now() + self._options.patience
+        try:
+            return self._enter(state)
+        except ConnectionError as error:
+            raise StoreUnusableError(f"{self._options.name!r} cannot enter: {error}") from error
+
+    def _enter(self, state: PyTree) -> PyTree:
         local, params = find_model(state)
         options = self._options
         self._replay.open(local, params, place=options.place, keep_every=options.keep_every, begin=options.begin)
         self._options = options._replace(keep_every=self._replay.run.keep_every)
         self._session = run.claim(self._store, self._options.name)
         if not run.has_begun(self._store):
-            self._replay.keep(local)
+            self._replay.keep_first(local)
         local, params = self._take_run(local, params)
         if options.moments == "fresh":
             local = restart_buffers(self._config.inner, local, params)
-        state = replace_model(state, self._restart_counts(self._catch_up(local)), params)
+        state = replace_model(state, self._begin_counts(self._catch_up(local)), params)
         model = MeetingState(*find_model(state))
         # A program that compiles in a meeting would make the others wait.
         compile_programs(
             self._replay.method, self._index, model.local, model.params, needs_rate=self._replay.needs_rate
         )
+        self._store.deadline = self._store.now() + self._options.patience
         # Rounds may have ended meanwhile: this island announces itself in the one that is open.
-        self._follow_jumps(self._settle, model, Report(self._replay.round))
+        self._go_on(self._follow, model)
         self._late = 0
-        state = replace_model(state, self._restart_counts(self._catch_up(model.local)), model.params)
+        local = self._begin_counts(self._catch_up(model.local))
+        state = replace_model(state, local, model.params)
+        self._examples_before = _examples_of(local)
         self._entered = True
         log_entered(self._replay.run, self._replay.round, self._replay.kept, options)
-        self._store.create(self._name("here"), b"{}")
+        self._say_here(self._replay.round)
         self._await_first()
+        # A report tells of meetings.
+        self._store.take_traffic()
         return state
 
     def meet(self, state: PyTree, *, examples: float | int | None = None) -> tuple[PyTree, Report]:
-        """Exchanges this island's progress with the others'; returns within `round_timeout` and the transfer.
+        """Exchanges this island's progress with the others'; returns within `round_timeout` and a second.
+
+        The progress is put into the store by another thread. If that takes longer the report says `uploading`: go on
+        training, and the progress counts in a later round, together with its `examples`.
 
         Args:
           state: the training state; it contains the state of `local_steps` and the parameters.
@@ -160,6 +216,7 @@ class Island:
           NameTakenError: a newer process has this name.
           AnchorDiffersError: the global parameters differ from those of the run again and again.
           TooFewIslandsError: fewer than `quorum` islands for `patience` seconds.
+          OfflineError: the store was out of reach, or refused requests, for `patience` seconds.
         """
         if not self._entered:
             raise ValueError("call enter(state) before meet, and not meet after leave")
@@ -170,29 +227,48 @@ class Island:
     ) -> tuple[PyTree, Report] | None:
         """Leaves the run, so that no island waits for this one; with a state, its progress is sent first.
 
-        It waits for no other island. `join` calls it without a state at the end of its `with` block.
+        It waits for no other island, and for the upload as long as a meeting may take. `join` calls it without a state
+        at the end of its `with` block.
         """
         if not self._entered:
             return None
-        result = None if state is None else self._meet(state, examples, leaving=True)
-        self._store.deadline = self._store.now() + self._options.round_timeout
-        # What is under way counts, if the store can be reached.
-        with suppress(ConnectionError, DamagedError):
-            self._outbox.finish_transfer()
-            self._outbox.deliver()
-        self._say_left(self._store)
+        store, end = self._store, self._store.now() + self._options.round_timeout + GRACE
+        if state is not None:
+            result = self._meet(state, examples, leaving=True)
+            is_there = not result[1].offline
+        else:
+            result, store.deadline = None, end - GRACE
+            is_there = self._finish_flight()
+        self._stop_threads()
+        if is_there:
+            self._say_left(store, end)
+        self._entered = False
+        logger.info("%s has left the run", self._options.name)
         return result
 
     def abandon(self) -> None:
         """Leaves the run after an error, which the other processes of this island may not have: none waits for them."""
-        # A store is asked by one thread at a time.
-        is_idle = self._outbox.abandon()
-        if self._entered and is_idle and jax.process_index() == 0:
-            self._say_left(Connection(self._store.store, together=False))
-
-    def _say_left(self, store: Connection) -> None:
+        self._stop_threads()
+        if self._entered and jax.process_index() == 0:
+            store = self._store.in_background(urgent=True)
+            self._say_left(store, store.now() + GOODBYE)
         self._entered = False
-        store.deadline = store.now() + self._options.round_timeout
+
+    def _finish_flight(self) -> bool:
+        """Waits for a drift that is under way, which then counts; returns whether the store can be reached."""
+        try:
+            if self._outbox.flight is not None:
+                self._deliver(wait=True)
+        except (ConnectionError, DamagedError, NameTakenError):
+            return False
+        return True
+
+    def _stop_threads(self) -> None:
+        self._cleaner.stop()
+        self._outbox.abandon()
+
+    def _say_left(self, store: Connection, end: float) -> None:
+        store.deadline = min(end, store.now() + GOODBYE) - GRACE
         # Otherwise the others wait for this island once, for `round_timeout`.
         with suppress(ConnectionError, DamagedError):
             number = run.open_round(store, self._replay.round)
@@ -205,201 +281,321 @@ class Island:
         if examples is not None:
             check_range("examples", examples, 0, hint="it weights this island's drift")
         store, started = self._store, self._store.now()
-        store.sent = store.received = 0
         store.deadline = started + self._options.round_timeout
         local, params = find_model(state)
         _check_examples(local)
-        report = Report(self._replay.round)
-        model = MeetingState(local, params)
+        if examples is not None:
+            local = with_examples(local, np.float32(self._examples_before + examples))
+        self._report = Report(self._replay.round, expected=self._replay.expected)
+        model, problem = MeetingState(local, params), None
         try:
-            exchange = partial(self._exchange, examples=examples, leaving=leaving)
-            report = self._follow_jumps(exchange, model, report)
-        except ConnectionError:
-            report, self._was_offline = report._replace(offline=True), True
+            self._go_on(partial(self._exchange, is_told=examples is not None, leaving=leaving), model)
+        except ConnectionError as error:
+            # Bytes that take longer than a meeting are under way; anything else that is silent is out of reach.
+            is_slow = isinstance(error, _UnansweredError) and error.name.startswith("bodies/")
+            self._note(**({"late": True} if is_slow else {"offline": True}))
+            problem = str(error)
+        report = self._report
+        self._in_step = report.counted and not report.offline and not self._behind
+        self._check_offline(problem if report.offline else None)
+        traffic = store.take_traffic()
         report = report._replace(
             round=self._replay.round,
             wait_seconds=store.now() - started,
-            sent_bytes=store.sent,
-            received_bytes=store.received,
+            sent_bytes=traffic.sent,
+            received_bytes=traffic.received,
+            requests=traffic.requests,
+            retries=traffic.retries,
+            problem=problem or traffic.problem,
             digest=self._replay.digest,
         )
-        return replace_model(state, self._restart_counts(model.local), model.params), report
+        if report.late and not report.counted:
+            self._late += 1
+        if report.late:
+            logger.warning("%s is late: round %d is open now", self._options.name, report.round)
+        self._examples_before = _examples_of(model.local)
+        return replace_model(state, model.local, model.params), report
 
-    def _follow_jumps(
-        self, act: Callable[[MeetingState, Report], Report], model: MeetingState, report: Report
-    ) -> Report:
+    def _check_offline(self, problem: str | None) -> None:
+        """Raises OfflineError where the store has been away for the patience."""
+        now = self._store.now()
+        if problem is None:
+            self._offline_since = None
+            return
+        if self._offline_since is None:
+            self._offline_since = now
+        seconds = now - self._offline_since
+        if seconds > self._options.patience:
+            raise OfflineError(
+                f"{self._options.name!r} has been offline for {seconds:.0f} s, longer than patience="
+                f"{self._options.patience:g}: {problem}; mend the store or its rights, and start this island again"
+            )
+
+    def _note(self, **changes: Any) -> None:
+        self._report = self._report._replace(**changes)
+
+    def _go_on(self, act: Callable[[MeetingState], None], model: MeetingState) -> None:
         """Calls `act`, which changes `model` by whole rounds, again if rounds are gone or bytes were cut on the way."""
         while True:
             try:
-                return act(model, report)
+                if self._left_behind:
+                    self._note(late=True)
+                    self._jump(model)
+                    self._left_behind = False
+                return act(model)
             except _LeftBehindError:
-                self._jump(model)
-                report = report._replace(late=True)
+                self._left_behind = True
             except DamagedError:
                 if self._store.now() >= self._store.deadline:
                     raise
                 self._store.sleep(min(LONGEST_PAUSE, self._options.round_timeout / 50))
 
-    def _exchange(self, model: MeetingState, report: Report, *, examples: float | None, leaving: bool) -> Report:
-        """Settles what is under way, then sends this island's drift until a round takes it or time is up."""
-        # First, since a store is asked by one thread at a time.
-        self._outbox.finish_transfer()
-        newest = run.newest_session(self._store, self._options.name)
-        if self._was_offline or newest != self._session:
-            # Back, a store may be another one; and so may one that does not list this process.
+    def _exchange(self, model: MeetingState, *, is_told: bool, leaving: bool) -> None:
+        """Brings what is ahead of the global parameters into a round, again until one takes it or time is up."""
+        self._come_back(model)
+        has_missed = False
+        while not self._behind:
+            is_new = self._outbox.flight is None
+            if not self._send(model, is_told=is_told, leaving=leaving, has_missed=has_missed):
+                return
+            commit = self._await_commit()
+            if commit is None:
+                return
+            is_counted = self._apply(model, commit)
+            if not is_counted:
+                has_missed = True
+                self._follow(model)
+            # A drift of an earlier meeting has counted, or a round ended without this one: at once for the next round.
+            if (is_counted and is_new) or self._store.now() >= self._store.deadline:
+                return
+
+    def _come_back(self, model: MeetingState) -> None:
+        """After a while, follows the rounds that others have ended, unless a newer process has this name."""
+        # Then, and on a disk at any time, it may be another store. On a disk the question costs nothing.
+        if not self._in_step or self._options.on_disk:
             check_same(self._store, self._replay.run)
-            self._was_offline = False
-        if newest > self._session:
-            raise NameTakenError(f"another process has joined as {self._options.name!r}: this one must stop")
-        report = self._settle(model, report)
-        # A drift sent to a round that has ended would count in none.
-        while not self._behind and (not leaving or self._outbox.flight is None):
-            if self._outbox.flight is None:
-                if not self._send(model, examples, leaving=leaving):
-                    return report._replace(nonfinite=True)
-                if leaving or self._options.overlap:
-                    break
-            commit = self._await_commit()
-            if commit is None:
-                break
-            report = self._apply(model, commit, report)
-            if report.counted:
-                self._late = 0
-                break
-            # A round that ended without this drift: it is sent again, for the next round, at once.
-            report = self._settle(model, report)
-        return report
+        if not self._in_step:
+            self._check_name()
+            self._follow(model)
 
-    def _settle(self, model: MeetingState, report: Report) -> Report:
-        """Applies the rounds that have ended, and with `overlap` waits for that of the drift that is under way.
+    def _send(self, model: MeetingState, *, is_told: bool, leaving: bool, has_missed: bool) -> bool:
+        """Brings the drift into the open round; returns whether this meeting waits for the round's commit."""
+        waits = leaving or not self._options.overlap
+        if self._outbox.flight is None:
+            if not self._encode(model, is_told=is_told, leaving=leaving):
+                self._note(nonfinite=True)
+                return False
+            if not waits:
+                return False
+        if not self._deliver(wait=waits):
+            self._note(uploading=True)
+            return False
+        flight = self._outbox.flight
+        is_last = flight is not None and flight.record.leaving
+        return not is_last and (waits or not has_missed)
 
-        Those that had ended when this island found the first of them are applied in any case, so that it gets ahead.
-        After them the deadline ends it, since others may finish rounds faster than this island takes them.
-        """
-        self._behind = False
-        if self._outbox.flight is not None:
-            commit = self._await_commit()
-            if commit is None:
-                return report
-            report = self._apply(model, commit, report)
-        last = None
+    def _follow(self, model: MeetingState) -> None:
+        """Applies the rounds that have ended; no more after the deadline, since others may be faster than this is."""
+        self._behind, has_applied = False, False
         while (commit := self._replay.read_commit(self._replay.round)) is not None:
-            if last is None:
-                # A listing may miss a round of the last moments.
-                last = max([self._replay.round, *run.ended_rounds(self._store)])
-            if self._replay.round > last and self._store.now() >= self._store.deadline:
+            if has_applied and self._store.now() >= self._store.deadline:
                 self._behind = True
-                break
-            report = self._apply(model, commit, report)._replace(late=True)
-        if report.late:
-            self._late += 1
-        elif report.counted:
-            self._late = 0
-        return report
+                return
+            has_applied = True
+            self._apply(model, commit)
 
-    def _send(self, model: MeetingState, examples: float | None, *, leaving: bool) -> bool:
-        """Puts this island's drift into the store.
+    def _encode(self, model: MeetingState, *, is_told: bool, leaving: bool) -> bool:
+        """Begins to send what is ahead of the global parameters.
 
         Returns false if it is not finite: then the anchor is taken, and the inner optimizer restarts.
         """
         local = model.local
         drift = measure_drift(local.anchor, model.params)
-        weight = self._weight_of(local, drift) if examples is None else float(examples)
+        weight = self._weight_of(local, drift, is_told=is_told)
         arrays, after, finite, moved = encode_drift(
             self._replay.method, self._index, drift, local.reducer[0], np.float32(weight)
         )
         if not bool(to_host(finite)):
             model.params = rebase(local.anchor, model.params, zeros_like(drift))
             # Moments that are not finite would make the next steps so, too.
-            model.local = restart_buffers(self._config.inner, local, model.params)
+            local = restart_buffers(self._config.inner, local, model.params)
+            model.local = restart_counts(local, np.int32(self._replay.round))
             self._store.create(self._name("left"), b"{}")
             return False
         rate = self._rate_of(local, bool(to_host(moved)))
-        name = self._name("drift")
-        place, body = self._replay.pack_body(name, [to_host(x) for x in arrays])
-        waited = self._late < LATE_IS_SLOW
-        own = self._replay.digest
-        record = Drift(self._session, place, own, weight, rate, waited, leaving, len(body), self._replay.run.mark)
-        message = DriftMessage(self._replay.round, name, protocol.to_json(record), place, body)
-        flight = InFlight(self._replay.round, place, drift, after, self._store.now(), message, self._session)
-        self._outbox.send(flight, self._replay.expected, in_background=self._options.overlap and not leaving)
+        # Equal drifts of two processes of this name have two bodies.
+        tag = f"{self._name('drift')}/{self._session}"
+        place, body = self._replay.pack_body(tag, [to_host(x) for x in arrays])
+        record = Drift(
+            session=self._session,
+            body=place,
+            bytes=len(body),
+            base=self._replay.digest,
+            weight=weight,
+            examples=_examples_of(local),
+            steps=int(to_host(local.since)[0]),
+            rate=rate,
+            waited=self._late < LATE_IS_SLOW,
+            leaving=leaving,
+            run=self._replay.run.mark,
+        )
+        flight = InFlight(place, drift, after, record, float(to_host(local.rates)[0]))
+        ahead = self._replay.expected if self._options.overlap and not leaving else ()
+        self._outbox.send(flight, body, self._replay.round, self._replay.digest, self._options.name, ahead)
         return True
+
+    def _deliver(self, *, wait: bool) -> bool:
+        """Brings the record of the drift into the open round; returns false while its body is on the way."""
+        number = self._replay.round
+        state = self._outbox.record_in(number, self._replay.digest, self._options.name, wait=wait)
+        if state == "taken":
+            # By an older process, which learns in the next round that there is this one; or by a newer one.
+            self._check_name()
+            self._say_here(number + 1)
+        return state != "uploading"
 
     def _await_commit(self) -> Commit | None:
         """Returns the commit of the open round, which this island may create; `None` if the deadline comes first."""
-        store, pause = self._store, 0.002
-        at_least = self._options.begin_with if self._replay.round == 0 else 1
-        prefix = round_name(self._replay.round, "")
+        store, options, number, flight = self._store, self._options, self._replay.round, self._outbox.flight
+        assert flight is not None
+        at_least = options.begin_with if number == 0 else 1
+        prefix, expected = round_name(number, ""), self._replay.expected
+        is_first, was_due = protocol.is_first_to_commit(options.name, expected, number), False
+        longest = min(LONGEST_PAUSE, options.round_timeout / 50)
+        request = max(store.request_seconds(), SHORTEST_LOOK)
+        if not is_first:
+            # When the first to commit should have looked, read records and bodies, and created it.
+            store.sleep(min((2 * len(expected) + 3) * request, 2 * longest, max(store.deadline - store.now(), 0.0)))
+            if (commit := self._replay.read_commit(number)) is not None:
+                return commit
+        pause = request
         while True:
             seen = protocol.see(name.removeprefix(prefix) for name in store.list(prefix))
-            if self._options.name not in seen.drifts:
-                self._replay.check_not_forgotten(self._replay.round)
-            if not seen.committed and self._outbox.deliver():
-                # The store was out of reach when it was sent.
-                continue
-            assert self._outbox.flight is not None
+            if options.name not in seen.drifts:
+                self._replay.check_not_forgotten(number)
+            if options.name in seen.here and number not in self._said_here:
+                self._check_name()
+                self._said_here.add(number)
             now = store.now()
-            # The deadline of this meeting ends the wait too: a drift of an earlier meeting has waited long enough.
-            elapsed = float("inf") if now >= store.deadline else now - self._outbox.flight.sent_at
             action = protocol.decide(
                 seen,
-                self._replay.expected,
-                elapsed=elapsed,
-                round_timeout=self._options.round_timeout,
+                expected,
+                elapsed=now - flight.sent_at,
+                round_timeout=options.round_timeout,
                 at_least=at_least,
-                quorum=self._options.quorum,
+                quorum=options.quorum,
+                is_over=now >= store.deadline,
             )
-            if action is Next.COMMIT:
-                self._commit(seen)
-            if action is not Next.WAIT:
-                commit = self._replay.read_commit(self._replay.round)
-                if commit is not None:
-                    self._too_few_since = None
-                    return commit
+            commit = None
+            if action is Next.READ:
+                commit = self._replay.read_commit(number)
+            elif action is Next.COMMIT and (is_first or was_due or now >= store.deadline):
+                commit = self._commit(seen)
+            was_due = action is Next.COMMIT
+            if commit is not None:
+                return commit
             if now >= store.deadline:
                 self._check_patience(len(seen.drifts), now)
                 return None
-            time_left = store.deadline - now
-            store.sleep(min(pause, max(time_left, 0.0)))
-            pause = min(1.5 * pause, LONGEST_PAUSE, self._options.round_timeout / 50)
+            store.sleep(min(pause, max(store.deadline - now, 0.0)))
+            pause = min(2 * pause, longest)
 
-    def _commit(self, seen: protocol.Seen) -> None:
-        """Ends the round: reads and checks every drift, then creates the commit, unless another island is faster."""
-        drifts, damaged = {}, set()
+    def _commit(self, seen: protocol.Seen) -> Commit | None:
+        """Ends the round: checks every drift, then creates the commit, unless another island is faster."""
+        drifts, damaged, number = {}, set(), self._replay.round
+        own, flight = self._options.name, self._outbox.flight
         for name in sorted(seen.drifts):
-            place = round_name(self._replay.round, "drift", name)
+            place = round_name(number, "drift", name)
             try:
-                drifts[name] = protocol.parse(Drift, place, self._store.get(place) or b"")
-                self._replay.body(drifts[name].body, self._replay.round)
+                if name == own and flight is not None and flight.round == number:
+                    drifts[name] = flight.record._replace(base=self._replay.digest)
+                else:
+                    drifts[name] = protocol.parse(Drift, place, self._store.get(place) or b"")
+                if protocol.is_too_old(drifts[name].body, number, self._replay.rounds):
+                    raise DamagedError(f"{place} names a body that is too old")
+                self._replay.body(drifts[name].body, number)
             except DamagedError:
                 damaged.add(name)
         # Where another disk is mounted by now, the round is not this run's to end.
         check_same(self._store, self._replay.run)
-        expected, own = self._replay.expected, self._replay.digest
-        commit = protocol.make_commit(seen, expected, drifts, damaged, own, self._replay.run.mark)
-        self._store.create(round_name(self._replay.round, "commit"), protocol.to_json(commit))
+        expected, base = self._replay.expected, self._replay.digest
+        commit = protocol.make_commit(seen, expected, drifts, damaged, base, own, self._replay.run.mark)
+        if self._store.create(round_name(number, "commit"), protocol.to_json(commit)):
+            logger.info("%s has committed round %d of %s", own, number, ", ".join(sorted(drifts)))
+            return commit
+        return self._replay.read_commit(number)
 
-    def _apply(self, model: MeetingState, commit: Commit, report: Report) -> Report:
-        """Takes the outer step of a round; progress that it did not take stays ahead of the new anchor."""
-        local, flight = model.local, self._outbox.flight
+    def _apply(self, model: MeetingState, commit: Commit) -> bool:
+        """Takes the outer step of a round; progress that it did not take stays ahead of the new anchor.
+
+        Returns whether the round took this island's drift.
+        """
+        local, flight, name = model.local, self._outbox.flight, self._options.name
         ahead = measure_drift(local.anchor, model.params)
         if commit.base != self._replay.digest:
             local = self._take_kept_anchor(local)
+        self._too_few_since = None
         bodies = {member.name: member.body for member in commit.members}
-        counted = (
-            flight is not None and flight.round == self._replay.round and bodies.get(self._options.name) == flight.body
-        )
+        is_counted = flight is not None and bodies.get(name) == flight.body
+        expected = tuple(sorted({*self._replay.expected, *bodies, *commit.missing}))
         shared = self._replay.advance(local, commit)
-        if flight is not None and counted:
+        if flight is not None and is_counted:
             ahead = subtract(ahead, flight.drift)
-            local = local._replace(reducer=(flight.reducer,))
+            local = self._take_counted(local, flight)
+            is_slow = protocol.is_too_old(flight.body, self._replay.round - 1, 1)
+            self._late = self._late + 1 if is_slow else 0
+            self._note(counted=True, examples=self._report.examples + flight.record.examples)
+        else:
+            self._outbox.next_round()
+            is_late = name not in commit.differing and name not in commit.damaged
+            self._note(counted=False, late=is_late or self._report.late)
+            self._drop_old()
+        local = subtract_counts(local, np.int32(self._replay.round), np.float32(0), np.int32(0), np.float32(0))
         model.local = with_shared(local, shared)
         model.params = rebase(shared.anchor, model.params, ahead)
+        self._store.forget_answers()
+        self._note(members=tuple(bodies), missing=commit.missing, expected=expected)
+        self._warn_if_alone(commit)
+        if commit.by == name and self._replay.round % self._replay.run.keep_every == 0 and self._entered:
+            arrays = copy_shared_to_host(shared)
+            if jax.process_index() == 0:
+                replay = self._replay
+                self._cleaner.start(replay.round, replay.digest, replay.counted, arrays, replay.rounds)
+        return is_counted
+
+    def _take_counted(self, local: LocalStepsState, flight: InFlight) -> LocalStepsState:
+        """The state without what a round has taken of it."""
         self._outbox.clear()
-        if self._replay.round % self._options.keep_every == 0:
-            with suppress(DamagedError):  # what cannot be read now is deleted another time
-                self._replay.keep(model.local)
-        return report._replace(members=tuple(bodies), missing=commit.missing, counted=counted)
+        record = flight.record
+        return subtract_counts(
+            local._replace(reducer=(flight.reducer,)),
+            np.int32(self._replay.round),
+            np.float32(record.examples),
+            np.int32(record.steps),
+            np.float32(flight.rates),
+        )
+
+    def _drop_old(self) -> None:
+        """Gives up a drift that no later round can count: it is encoded again, with all that came since."""
+        flight, replay = self._outbox.flight, self._replay
+        if flight is not None and (not replay.lasts or protocol.is_too_old(flight.body, replay.round, replay.rounds)):
+            self._outbox.clear()
+
+    def _warn_if_alone(self, commit: Commit) -> None:
+        is_lonely = len(commit.members) == 1 and bool(commit.missing)
+        if is_lonely and not self._is_lonely:
+            seconds = self._outbox.upload_seconds
+            logger.warning(
+                "round %d has one member, %s, and %s came too late for round_timeout=%g s%s: raise round_timeout, or "
+                "send less (a reducer of fewer bits, a longer sync_period)",
+                self._replay.round - 1,
+                commit.members[0].name,
+                ", ".join(commit.missing),
+                self._options.round_timeout,
+                "" if seconds is None else f" (the last upload took {seconds:.2g} s)",
+            )
+        if is_lonely or len(commit.members) > 1:
+            self._is_lonely = is_lonely
 
     # Catching up
 
@@ -413,7 +609,7 @@ class Island:
             self._replay.go_to(anchor)
             with suppress(_LeftBehindError):
                 while (commit := self._replay.read_commit(self._replay.round)) is not None:
-                    self._apply(model, commit, Report(0))
+                    self._apply(model, commit)
                 break
         # The drift of an earlier process of this name will count in the open round: it must not be sent again.
         is_sent = self._store.get(self._name("drift")) is not None
@@ -426,6 +622,7 @@ class Island:
             fresh = self._config.reducer.init(model.local.anchor)
             kept = jax.tree.map(lambda x, y: place_leaf(x, y.sharding), bind(fresh, None), kept)
             model.local = with_shared(model.local._replace(reducer=(kept,)), select_shared(model.local))
+            model.local = restart_counts(model.local, np.int32(self._replay.round))
         return model.local, model.params
 
     def _jump(self, model: MeetingState) -> None:
@@ -433,12 +630,14 @@ class Island:
         check_same(self._store, self._replay.run)
         flight, ahead = self._outbox.flight, measure_drift(model.local.anchor, model.params)
         anchor, local = self._replay.load_newest(model.local)
+        self._replay.go_to(anchor)
+        self._outbox.next_round()
         if flight is not None and (self._options.name, flight.body) in anchor.counted:
             ahead = subtract(ahead, flight.drift)
-            local = with_shared(local._replace(reducer=(flight.reducer,)), select_shared(local))
+            local = with_shared(self._take_counted(local, flight), select_shared(local))
+            self._note(counted=True, examples=self._report.examples + flight.record.examples)
+        self._drop_old()
         model.local, model.params = local, rebase(local.anchor, model.params, ahead)
-        self._outbox.clear()
-        self._replay.go_to(anchor)
 
     def _take_kept_anchor(self, local: LocalStepsState) -> LocalStepsState:
         """Takes the kept global parameters and the rounds since, where this island has others than the run."""
@@ -452,16 +651,16 @@ class Island:
 
     # Small parts
 
-    def _weight_of(self, local: LocalStepsState, drift: PyTree) -> float:
-        """The number of examples that the steps of the round counted; 1 if they counted none."""
+    def _weight_of(self, local: LocalStepsState, drift: PyTree, *, is_told: bool = False) -> float:
+        """The number of examples of one round, which the steps counted or `meet` was told; 1 if there was none."""
         counted, since = to_host(local.examples.value), int(to_host(local.since)[0])
         if counted[0] == UNCOUNTED:
             return 1.0
-        # Offline, steps go on: a drift of several rounds is their sum already, and has the weight of one.
+        # A drift of several rounds is their sum already: with their weight it would count so many times over.
         weight = float(counted[0]) * min(1.0, self._config.sync_period / max(since, 1))
         if weight:
             self._last_weight = weight
-        elif any(bool(to_host(x).any()) for x in jax.tree.leaves(drift)):
+        elif not is_told and any(bool(to_host(x).any()) for x in jax.tree.leaves(drift)):
             # Progress that an earlier round did not take.
             return self._last_weight
         return weight
@@ -498,11 +697,20 @@ class Island:
     def _name(self, kind: str) -> str:
         return round_name(self._replay.round, kind, self._options.name)
 
-    def _restart_counts(self, local: LocalStepsState) -> LocalStepsState:
-        """The counts at the start of a round; in flight or offline, they go on."""
-        if int(to_host(local.rounds)[0]) == self._replay.round and int(to_host(local.since)[0]):
-            return local
-        return restart_counts(local, np.int32(self._replay.round))
+    def _begin_counts(self, local: LocalStepsState) -> LocalStepsState:
+        """The counts of an island that enters: those of the progress that it has kept, and otherwise none."""
+        number = np.int32(self._replay.round)
+        if not int(to_host(local.since)[0]):
+            return restart_counts(local, number)
+        return subtract_counts(local, number, np.float32(0), np.int32(0), np.float32(0))
+
+    def _check_name(self) -> None:
+        if run.newest_session(self._store, self._options.name) > self._session:
+            raise NameTakenError(f"another process has joined as {self._options.name!r}: this one must stop")
+
+    def _say_here(self, number: int) -> None:
+        self._said_here.add(number)
+        self._store.create(round_name(number, "here", self._options.name), b"{}")
 
     def _await_first(self) -> None:
         """Waits for `begin_with` islands before the first round, so that none of them begins alone."""
@@ -510,7 +718,7 @@ class Island:
             names = self._store.list(round_name(0, ""))
             seen = protocol.see(name.removeprefix(round_name(0, "")) for name in names)
             enough = len(seen.here | seen.drifts) >= self._options.begin_with
-            if enough or seen.committed or run.is_forgotten(self._store, 0):
+            if enough or seen.committed or run.is_forgotten(self._store, 0, self._replay.rounds):
                 return
             if self._store.now() > self._store.deadline:
                 raise TooFewIslandsError(

@@ -12,7 +12,7 @@ from .._core.checks import check_range
 from ..local_sgd.local_steps import method_of
 from .base import IslandError, JoinOptions, Moments
 from .connection import Connection
-from .identity import find_run, place_of
+from .identity import find_run, is_on_disk, place_of
 from .island import Island
 from .store import SharedStore, check_usable, open_store
 
@@ -91,7 +91,7 @@ def join(
     """
     place = place_of(url)
     times = float(round_timeout), begin_with, quorum, float(patience)
-    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place)
+    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url))
     _check(options)
     config = method_of(tx)
     problems = {

@@ -1,138 +1,124 @@
-"""The drift of an island that is under way: until the store has it, and until its round has ended.
-
-With `overlap` a thread sends it while the island trains, and then reads those of the others ahead.
-"""
+"""The drift of an island that is under way: until the store has its body, and until a round has counted it."""
 
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from .._core.types import State, Updates
 from . import protocol
 from .base import DamagedError
-from .connection import LONGEST_PAUSE, Connection
-from .protocol import Drift, body_name, round_name
+from .connection import LEAST_SECONDS, SLICE, Connection, _RefusedError
+from .protocol import Drift, body_name, number_in, round_name
 
 # Seconds between two looks for drifts of others: there is no hurry before the next meeting.
 FIRST_LOOK, LONGEST_LOOK = 0.05, 5.0
 
 
-class DriftMessage(NamedTuple):
-    """A drift as bytes: the body, and the record that names it.
+class InFlight(NamedTuple):
+    """A drift that no round has counted yet. It is a part of what is ahead of the global parameters.
 
     Attributes:
-      round: the round that it is for.
-      name: the name of the record, which is created.
-      record: the bytes of the record.
-      place: the hash of the body, which is put first.
-      body: the bytes of the body.
+      body: the place of its bytes.
+      drift: what it takes of this island's progress if it counts.
+      reducer: the reducer's state if it counts.
+      record: what the store is told of it, but for the round's `base`.
+      rates: the sum of the learning rates of its steps.
+      round: the round in which its record is; `None` if that is not known.
+      sent_at: when it came there, by the clock of process 0.
     """
 
-    round: int
-    name: str
-    record: bytes
-    place: str
-    body: bytes
+    body: str
+    drift: Updates
+    reducer: State
+    record: Drift
+    rates: float
+    round: int | None = None
+    sent_at: float = 0.0
 
 
-class DriftTransfer:
-    """Sends a message, then reads ahead the bodies of the others, until all of them are there or the deadline comes.
+class Sender:
+    """Puts a body into the store, then creates its record in the round that is open as far as this island knows.
 
-    It asks no device and no other process.
+    Then, for `overlap`, it reads the bodies of the others ahead. It asks no device and no other process.
 
     Args:
-      store: with a deadline.
-      message: what to send.
-      expected: the islands whose bodies to wait for.
+      store: a connection of its own.
+      place: of the body.
+      body: its bytes.
+      record: the name and the bytes of its record; another meeting may set those of a later round.
+      expected: the islands whose bodies to read ahead.
     """
 
-    def __init__(self, store: Connection, message: DriftMessage, expected: Iterable[str]):
-        self._store, self._message, self._expected = store, message, frozenset(expected)
-        self._stopped, self._problem = threading.Event(), None
-        # Whether the record was created; `None` if that is not known.
-        self._created: bool | None = None
-        # Records and bodies of the others, by name.
-        self.found: dict[str, bytes] = {}
-        # An island that ends with an error waits for no store.
+    def __init__(self, store: Connection, place: str, body: bytes, record: tuple[str, bytes], expected: Iterable[str]):
+        self._store, self._place, self._body, self.record = store, place, body, record
+        self._expected = frozenset(expected)
+        # The name of the record, whether it was created, and when.
+        self.created: tuple[str, bool, float] | None = None
+        self.upload_seconds: float | None = None
+        self.problem: BaseException | None = None
+        self.is_sent = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def end(self, seconds: float) -> bool:
-        """Stops after what is under way, and returns whether the thread has ended within `seconds`."""
-        self._stopped.set()
+    def again(self) -> "Sender":
+        """Sends the same once more."""
+        return Sender(self._store, self._place, self._body, self.record, self._expected)
+
+    def last_problem(self) -> str | None:
+        """Why the last try failed, if it did."""
+        return self._store.problem
+
+    def close(self) -> None:
+        """Begins no request any more."""
+        self._store.closed.set()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Waits for what goes on."""
         self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def finish(self, seconds: float) -> bool | None:
-        """Stops after what is under way; returns whether the record was created, `None` if that is not known.
-
-        Raises:
-          TimeoutError: the thread has not ended after `seconds`.
-        """
-        if not self.end(seconds):
-            raise TimeoutError("a drift is still under way")
-        if self._problem is not None:
-            raise self._problem
-        return self._created
 
     def _run(self) -> None:
         try:
-            with suppress(ConnectionError, DamagedError):
-                self._send()
-                self._read_ahead()
-        # For the thread that finishes it.
+            started = time.monotonic()
+            self._store.put(body_name(self._place), self._body)
+            self.upload_seconds = time.monotonic() - started
+            name, record = self.record
+            self.created = name, self._store.create(name, record), time.monotonic()
+            self.is_sent.set()
+            if self._expected:
+                with suppress(ConnectionError, DamagedError):
+                    self._read_ahead(name)
+        # For the thread that asks what has become of it.
         except BaseException as problem:
-            self._problem = problem
+            self.problem = problem
+        finally:
+            self.is_sent.set()
 
-    def _send(self) -> None:
-        message = self._message
-        self._store.put(body_name(message.place), message.body)
-        self._created = self._store.create(message.name, message.record)
-
-    def _read_ahead(self) -> None:
-        prefix, pause, done = round_name(self._message.round, ""), FIRST_LOOK, {self._message.name}
-        while not self._stopped.wait(pause) and self._store.now() < self._store.deadline:
-            seen = protocol.see(name.removeprefix(prefix) for name in self._store.list(prefix))
-            for name in (round_name(self._message.round, "drift", island) for island in sorted(seen.drifts)):
-                if name not in done and not self._stopped.is_set():
-                    self._read(name)
+    def _read_ahead(self, own: str) -> None:
+        number, pause, done = number_in(own), FIRST_LOOK, {own}
+        store = self._store.in_background(urgent=False)
+        store.closed = self._store.closed
+        prefix = round_name(number, "")
+        while not store.closed.wait(pause):
+            seen = protocol.see(name.removeprefix(prefix) for name in store.list(prefix))
+            for name in (round_name(number, "drift", island) for island in sorted(seen.drifts)):
+                if name not in done:
+                    self._read(store, name)
                     done.add(name)
             if seen.committed or not protocol.missing_islands(seen, self._expected):
                 return
             pause = min(1.2 * pause, LONGEST_LOOK)
 
-    def _read(self, name: str) -> None:
-        record = self._store.get(name) or b""
+    def _read(self, store: Connection, name: str) -> None:
+        record = store.get(name) or b""
         place = protocol.parse(Drift, name, record).body
-        body = self._store.get(body_name(place))
+        body = store.get(body_name(place))
         # Nothing that was cut on the way is kept.
-        if body is not None and protocol.hash_of(body) == place:
-            self.found |= {name: record, body_name(place): body}
-
-
-class InFlight(NamedTuple):
-    """A drift whose round this island has not seen the end of.
-
-    Attributes:
-      round: the round that it is for.
-      body: the hash of its bytes; empty if another process of this name has sent one, which counts.
-      drift: what it takes of this island's progress if it counts.
-      reducer: the reducer's state if it counts.
-      sent_at: by the clock of process 0.
-      message: its bytes, until it is known that the store has them.
-      session: of the process that sends it.
-    """
-
-    round: int
-    body: str
-    drift: Updates
-    reducer: State
-    sent_at: float
-    message: DriftMessage | None
-    session: int
+        if body is not None and protocol.is_intact(place, body):
+            store.keep_ahead({name: record, body_name(place): body})
 
 
 class Outbox:
@@ -140,68 +126,116 @@ class Outbox:
 
     Attributes:
       flight: the drift that is under way.
+      upload_seconds: how long the last upload took; `None` before the first.
     """
 
-    def __init__(self, store: Connection, seconds: float):
+    def __init__(self, store: Connection):
         self.flight: InFlight | None = None
-        self._store, self._seconds = store, seconds
-        # In process 0, while this island trains.
-        self._transfer: DriftTransfer | None = None
+        self.upload_seconds: float | None = None
+        self._store = store
+        # In process 0.
+        self._sender: Sender | None = None
 
-    def send(self, flight: InFlight, expected: Iterable[str], *, in_background: bool) -> None:
-        """Sends a drift at once, or while the island trains: then it also reads those of the `expected` islands."""
+    def send(self, flight: InFlight, body: bytes, number: int, base: str, name: str, expected: Iterable[str]) -> None:
+        """Begins to send a drift; then the bodies of the `expected` islands are read ahead."""
         # Before the store is asked: an answer may be lost, and then another drift must not take the place of this one.
         self.flight = flight
-        if not in_background:
-            self.deliver()
-        elif jax.process_index() == 0:
-            assert flight.message is not None
-            store = Connection(self._store.store, together=False)
-            store.deadline = store.now() + self._seconds
-            self._transfer = DriftTransfer(store, flight.message, expected)
+        record = self._record(number, base, name)
+        if jax.process_index() == 0:
+            self._sender = Sender(self._store.in_background(urgent=True), flight.body, body, record, expected)
 
-    def deliver(self) -> bool:
-        """Puts the drift into the store, unless it is known to be there; returns whether there was one to put."""
-        if self.flight is None or self.flight.message is None:
-            return False
-        message = self.flight.message
-        self._store.put(protocol.body_name(message.place), message.body)
-        self._confirm(message, self._store.create(message.name, message.record))
-        # The others get their time from now on.
-        self.flight = self.flight._replace(sent_at=self._store.now())
-        return True
+    def record_in(self, number: int, base: str, name: str, *, wait: bool) -> str:
+        """Brings the record of the drift into a round, once its body is in the store.
 
-    def finish_transfer(self) -> None:
-        """Ends what went on while the island trained, and takes what it found."""
-        message = None if self.flight is None else self.flight.message
-        if message is not None:
-            created = self._store.ask(self._end_transfer)
-            if created is not None:
-                self._store.sent += len(message.body) + len(message.record)
-                self._confirm(message, created)
+        Args:
+          number: the open round.
+          base: the digest of the global parameters before it.
+          name: of this island.
+          wait: whether to wait for the upload, until the deadline.
+
+        Returns:
+          "uploading", "there", or "taken" if the round has a record of another process.
+
+        Raises:
+          ConnectionError: the store is out of reach, or refuses the body.
+        """
+        flight = self.flight
+        assert flight is not None
+        if flight.round == number:
+            return "there"
+        place, record = self._record(number, base, name)
+        state, created, sent_at = self._await_sender(place, record, wait=wait)
+        if state == "uploading":
+            return state
+        if created is None:
+            created, sent_at = self._store.create(place, record), self._store.now()
+        self.flight = flight._replace(sent_at=sent_at)
+        if not created:
+            # Created by a try of ours whose answer was lost, or by another process of this name.
+            found = protocol.parse(Drift, place, self._store.get(place) or b"")
+            if found.body != flight.body:
+                return "taken"
+        self.flight = self.flight._replace(round=number)
+        return "there"
 
     def clear(self) -> None:
-        """Forgets the drift, whose round has ended."""
-        self.flight, self._store.read_ahead = None, {}
+        """Forgets the drift."""
+        self.flight = None
+        self._store.drop_ahead()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
-    def abandon(self) -> bool:
-        """Ends what goes on in the background, if that takes no longer than a moment; returns whether it has ended."""
-        return self._transfer is None or self._transfer.end(min(LONGEST_PAUSE, self._seconds))
+    def next_round(self) -> None:
+        """The round has ended without the drift: another one may count it."""
+        if self.flight is not None:
+            self.flight = self.flight._replace(round=None)
+        self._store.drop_ahead()
 
-    def _end_transfer(self) -> bool | None:
-        """In process 0: the answer of the store to the other thread; `None` if it is not known, or there was none."""
-        if self._transfer is None:
-            return None
-        created = self._transfer.finish(min(LONGEST_PAUSE, self._seconds))
-        self._store.read_ahead, self._transfer = self._transfer.found, None
-        return created
+    def abandon(self, seconds: float = 0.0) -> None:
+        """Begins no request any more, and waits a moment for what is under way."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender.join(seconds)
 
-    def _confirm(self, message: DriftMessage, created: bool) -> None:
-        """Notes that the store has a drift of this name, and whether it is this one."""
+    def _record(self, number: int, base: str, name: str) -> tuple[str, bytes]:
         assert self.flight is not None
-        body = self.flight.body
-        if not created:
-            # Created by a try of ours whose answer was lost, or by an earlier process of this name: that one counts.
-            found = protocol.parse(Drift, message.name, self._store.get(message.name) or b"")
-            body = body if found.session == self.flight.session else ""
-        self.flight = self.flight._replace(body=body, message=None)
+        return round_name(number, "drift", name), protocol.to_json(self.flight.record._replace(base=base))
+
+    def _await_sender(self, place: str, record: bytes, *, wait: bool) -> tuple[str, bool | None, float]:
+        """Waits for the thread; returns whether it created this record, `None` if it created another one or none."""
+        end = max(self._store.deadline, self._store.now() + LEAST_SECONDS)
+        while True:
+            left = end - self._store.now()
+            state, seconds, created, sent_at, problem = self._store.agree(
+                self._look, place, record, left if wait else 0.0
+            )
+            if state == "refused":
+                raise _RefusedError(problem)
+            if state == "uploading" and wait and left > 0:
+                continue
+            if state == "uploading" and problem is not None:
+                raise ConnectionError(f"the store is out of reach: {problem}")
+            if seconds is not None:
+                self.upload_seconds = seconds
+            return state, created, sent_at
+
+    def _look(self, place: str, record: bytes, left: float) -> list[Any]:
+        """In process 0: what has become of the drift."""
+        sender = self._sender
+        if sender is None:
+            return ["sent", None, None, 0.0, None]
+        if not sender.is_sent.is_set():
+            # If the upload goes on, the thread creates the record in this round and not in one that has ended.
+            sender.record = place, record
+            sender.is_sent.wait(max(min(SLICE, left), 0.0))
+        if not sender.is_sent.is_set():
+            return ["uploading", None, None, 0.0, sender.last_problem()]
+        if sender.problem is not None:
+            if not isinstance(sender.problem, ConnectionError):
+                raise sender.problem
+            problem, self._sender = str(sender.problem), sender.again()
+            return ["refused", None, None, 0.0, problem]
+        assert sender.created is not None
+        name, created, sent_at = sender.created
+        return ["sent", sender.upload_seconds, created if name == place else None, sent_at, None]

@@ -3,14 +3,18 @@
 All of it is pure: it needs no store and no devices. Bodies are a JSON header and raw arrays, never pickle; records are
 JSON; the next action follows from the names that an island sees, and its own clock.
 
-run.json                      the number of the run, and the model and the method that all islands share
+run.json                      the number of the run
+methods/NUMBER.json           the model and the method that all islands share
 names/NAME/000001             the first process that joined as NAME; the highest number is the one that counts
 anchors/00000020              after 20 rounds: names the body with the global parameters
 rounds/00000020/drift/NAME    what NAME adds in round 20: names the body, gives its weight
 rounds/00000020/here/NAME     NAME will take part in round 20
 rounds/00000020/left/NAME     NAME will not
-rounds/00000020/commit        which drifts count, in which order; created once, by the island that is first
-bodies/HASH                   bytes under their own hash
+rounds/00000020/commit        which drifts count, in which order; created once, by the island that is first; stays
+bodies/00000020/HASH          bytes under their own hash, encoded while round 20 was open
+
+A body is sent while rounds go on, so that a record may name one of an earlier round; but not of one that is more than
+`most_rounds` old. So what no commit will ever name follows from numbers alone.
 """
 
 import enum
@@ -24,18 +28,35 @@ import numpy as np
 
 from .base import DamagedError
 
-# 2: packed codes in planes.
+# 2: packed codes in planes. 3: bodies by rounds, and records of drifts that span several.
 FORMAT = 3
 _MAGIC = b"jaxdist1"
 
 
+# A body can be counted for at least so many rounds.
+FEWEST_ROUNDS = 8
+# The share of `round_timeout` that is left to the others where most of a meeting went into an upload.
+LEAST_WAIT = 0.5
+
+
 class Member(NamedTuple):
-    """A drift that counts: the island, the name of its body, its weight, and its mean learning rate (or `None`)."""
+    """A drift that counts.
+
+    Attributes:
+      name: the island.
+      body: the round and the hash of its bytes.
+      weight: its weight in the mean.
+      rate: the mean learning rate of its steps, or `None`.
+      examples: all that it was trained on.
+      bytes: the length of its body.
+    """
 
     name: str
     body: str
     weight: float
     rate: float | None
+    examples: float
+    bytes: int
 
 
 class Drift(NamedTuple):
@@ -43,24 +64,28 @@ class Drift(NamedTuple):
 
     Attributes:
       session: the process that sent it.
-      body: the hash of its bytes.
-      base: the digest of the global parameters that it starts from.
-      weight: its number of examples.
+      body: the round and the hash of its bytes.
+      bytes: their number.
+      base: the digest of the global parameters of the round.
+      weight: in the mean: its number of examples, of several rounds that of one.
+      examples: all that it was trained on; 0 if the steps counted none.
+      steps: their number, which may be those of several rounds.
       rate: the mean learning rate of its steps; `None` if the steps pass none.
       waited: whether the next round should wait for this island; false for one that is late again and again.
       leaving: whether this is its last.
-      bytes: the length of its body.
       run: the first digits of the number of the run.
     """
 
     session: int
     body: str
+    bytes: int
     base: str
     weight: float
+    examples: float
+    steps: int
     rate: float | None
     waited: bool
     leaving: bool
-    bytes: int = 0
     run: str = ""
 
 
@@ -68,15 +93,17 @@ class Commit(NamedTuple):
     """The end of a round.
 
     Attributes:
+      by: the island that created it.
       base: the digest of the global parameters that its drifts start from.
       members: the drifts that count, in the order in which they are added.
       missing: islands that were waited for in vain.
       differing: islands whose global parameters were others.
-      damaged: islands whose bodies were not what their hash says.
+      damaged: islands whose bodies were not what their hash says, or too old.
       expected: islands that the next round waits for.
       run: the first digits of the number of the run.
     """
 
+    by: str
     base: str
     members: tuple[Member, ...]
     missing: tuple[str, ...]
@@ -90,7 +117,7 @@ class Anchor(NamedTuple):
     """A kept state of the run before `round`.
 
     Attributes:
-      body: the hash of its bytes.
+      body: the round and the hash of its bytes.
       digest: that of its arrays.
       counted: islands and the body of the last drift that a round took of each, the most recent ones last.
     """
@@ -111,9 +138,34 @@ def anchor_name(number: int) -> str:
     return f"anchors/{number:08d}"
 
 
-def body_name(digest: str) -> str:
-    """The name of stored bytes with this hash."""
-    return f"bodies/{digest}"
+def body_place(number: int, body: bytes) -> str:
+    """The place of bytes among all bodies: the round in which they were encoded, and their hash."""
+    return f"{number:08d}/{hash_of(body)}"
+
+
+def body_name(place: str) -> str:
+    """The name of the bytes of a place."""
+    return f"bodies/{place}"
+
+
+def number_in(name: str) -> int:
+    """The round in a name, whose second part it is."""
+    return int(name.split("/")[1])
+
+
+def most_rounds(keep_every: int) -> int:
+    """For so many rounds a body can be counted: those from the one in which it was encoded."""
+    return max(keep_every, FEWEST_ROUNDS)
+
+
+def is_too_old(place: str, number: int, rounds: int) -> bool:
+    """Whether a body can be counted no more in round `number`, where bodies are for so many rounds."""
+    return int(place.partition("/")[0]) <= number - rounds
+
+
+def is_intact(place: str, body: bytes) -> bool:
+    """Whether bytes are those that their place says."""
+    return hash_of(body) == place.rpartition("/")[2]
 
 
 def to_json(record: Any) -> bytes:
@@ -127,7 +179,8 @@ def parse(kind: type, name: str, body: bytes) -> Any:
     try:
         fields = json.loads(body)
         if kind is Commit:
-            fields = {key: value if key in ("base", "run") else tuple(value) for key, value in fields.items()}
+            names = ("by", "base", "run")
+            fields = {key: value if key in names else tuple(value) for key, value in fields.items()}
             fields["members"] = tuple(Member(*member) for member in fields["members"])
         if kind is Anchor:
             fields["counted"] = tuple((name, body) for name, body in fields["counted"])
@@ -154,14 +207,14 @@ def pack(tag: str, arrays: Sequence[np.ndarray]) -> bytes:
 
 
 def unpack(name: str, body: bytes, like: Sequence[Any] | None) -> list[np.ndarray]:
-    """The arrays of a body whose name is its hash; shapes and dtypes must be those of `like`.
+    """The arrays of a body whose name ends in its hash; shapes and dtypes must be those of `like`.
 
     If `like` is `None`, the body has one vector of bytes, of any length.
 
     Raises:
       DamagedError: the bytes are not those that were written, or are arrays of another model.
     """
-    if hash_of(body) != name:
+    if not is_intact(name, body):
         raise DamagedError(f"the body {name} has another hash ({hash_of(body)}): {len(body)} bytes were cut or altered")
     start = len(_MAGIC) + 4
     try:
@@ -218,13 +271,30 @@ def missing_islands(seen: Seen, expected: Iterable[str]) -> frozenset[str]:
     return (frozenset(expected) | seen.here) - seen.left - seen.drifts
 
 
+def is_first_to_commit(name: str, expected: Iterable[str], number: int) -> bool:
+    """Whether an island is the one that commits a round first: they take turns, and one commit is read by all.
+
+    Anyone else may commit; this only spares requests.
+    """
+    names = sorted(expected)
+    return name not in names or names[number % len(names)] == name
+
+
 def decide(
-    seen: Seen, expected: Iterable[str], *, elapsed: float | int, round_timeout: float | int, at_least: int, quorum: int
+    seen: Seen,
+    expected: Iterable[str],
+    *,
+    elapsed: float | int,
+    round_timeout: float | int,
+    at_least: int,
+    quorum: int,
+    is_over: bool = False,
 ) -> Next:
     """The next action of an island whose own drift is in the store.
 
     A commit ends the round for all, even if some are missing. It is due when nothing is left to wait for, or
-    `round_timeout` seconds after one's own drift, on one's own clock; never with fewer than `quorum` drifts.
+    `round_timeout` seconds after one's own drift, on one's own clock; never with fewer than `quorum` drifts. At the end
+    of a meeting half of that is enough: if all islands were busy with uploads for the rest, they must not commit alone.
 
     Args:
       seen: the names of the round.
@@ -233,7 +303,10 @@ def decide(
       round_timeout: how long to wait for others, in seconds.
       at_least: the number of drifts to wait for in the first round.
       quorum: the fewest drifts that make a round.
+      is_over: whether this meeting is at its end.
     """
+    if is_over and elapsed >= LEAST_WAIT * round_timeout:
+        elapsed = round_timeout
     if seen.committed:
         return Next.READ
     complete = not missing_islands(seen, expected) and len(seen.drifts) >= at_least
@@ -248,6 +321,7 @@ def make_commit(
     drifts: Mapping[str, Drift],
     damaged: Iterable[str],
     own_base: str,
+    by: str,
     run: str = "",
 ) -> Commit:
     """The commit of these drifts, in the order of names.
@@ -261,8 +335,12 @@ def make_commit(
     base = max(sorted(set(bases)), key=lambda one: (bases.count(one), one == own_base), default=own_base)
     members = {name: drift for name, drift in sound.items() if (drift.base, drift.run) == (base, run)}
     return Commit(
+        by=by,
         base=base,
-        members=tuple(Member(name, drift.body, drift.weight, drift.rate) for name, drift in members.items()),
+        members=tuple(
+            Member(name, drift.body, drift.weight, drift.rate, drift.examples, drift.bytes)
+            for name, drift in members.items()
+        ),
         missing=tuple(sorted(missing_islands(seen, expected))),
         differing=tuple(sorted(set(sound) - set(members))),
         damaged=tuple(sorted(damaged)),

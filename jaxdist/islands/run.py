@@ -4,7 +4,6 @@ The state of a run follows from the bytes in the store alone: kept global parame
 every process that reads them (`Replay`) computes the same bits, whether it takes part or only evaluates.
 """
 
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from ..compressors.compressor import DamagedCodeError
 from ..local_sgd.state import LocalStepsState
 from . import identity, protocol
 from .base import DamagedError
+from .cleanup import KEPT_ANCHORS, keep_anchor, last_forgotten
 from .connection import Connection
 from .exchange import (
     RoundMethod,
@@ -24,6 +24,7 @@ from .exchange import (
     add_member,
     check_reducer,
     copy_shared_to_host,
+    decodes_alike_later,
     describe_shared,
     digest_of,
     needs_rate,
@@ -33,9 +34,10 @@ from .exchange import (
     with_shared,
     zeros_like,
 )
-from .protocol import Anchor, Commit
+from .protocol import Anchor, Commit, most_rounds
 
-KEPT_ANCHORS = 2
+# Seconds between two looks for kept parameters that a listing does not show yet.
+LOOK_PAUSE = 0.1
 # The number of islands whose last drift the run remembers.
 MOST_NAMES = 1000
 
@@ -60,7 +62,8 @@ def has_begun(store: Connection) -> bool:
     Raises:
       DamagedError: none are, though islands have met.
     """
-    begun = bool(store.list("anchors/"))
+    # By name too, since a listing may be late.
+    begun = bool(store.list("anchors/")) or store.get(protocol.anchor_name(0)) is not None
     if not begun and (names := store.list("rounds/")):
         number = int(names[-1].split("/")[1])
         raise DamagedError(
@@ -70,13 +73,12 @@ def has_begun(store: Connection) -> bool:
     return begun
 
 
-def is_forgotten(store: Connection, number: int) -> bool:
-    """Whether a round may have been deleted. If not, what was read of it before this call is what all islands read.
+def is_forgotten(store: Connection, number: int, rounds: int) -> bool:
+    """Whether the bodies of a round may have been deleted, and what islands said in it.
 
-    The two newest anchors are never deleted, so that a round is deleted only after this has become true for good.
+    This stays true, since the newest kept parameters only grow.
     """
-    names = store.list("anchors/")
-    return len(names) >= KEPT_ANCHORS and _round_of(names[-KEPT_ANCHORS]) > number
+    return last_forgotten(store.list("anchors/"), rounds) >= number
 
 
 def read_commit(store: Connection, number: int) -> Commit | None:
@@ -99,44 +101,6 @@ def open_round(store: Connection, number: int) -> int:
     return number
 
 
-def keep_anchor(
-    store: Connection, number: int, digest: str, counted: Mapping[str, str], arrays: Sequence[np.ndarray]
-) -> None:
-    """Keeps the global parameters before round `number`, unless another island has kept these or later ones."""
-    name = protocol.anchor_name(number)
-    if any(kept >= name for kept in store.list("anchors/")):
-        return
-    body = protocol.pack(name, arrays)
-    place = protocol.hash_of(body)
-    store.put(protocol.body_name(place), body)
-    store.create(name, protocol.to_json(Anchor(number, place, digest, tuple(counted.items()))))
-
-
-def forget_rounds(store: Connection) -> None:
-    """Deletes rounds that are older than the last kept global parameters but one, and what they name."""
-    names = store.list("anchors/")
-    if len(names) <= KEPT_ANCHORS:
-        return
-    oldest = _round_of(names[-KEPT_ANCHORS])
-    for name in names[:-KEPT_ANCHORS]:
-        # The record first: it must not name a body that is gone.
-        body = store.get(name)
-        store.delete(name)
-        if body is not None:
-            store.delete(protocol.body_name(protocol.parse(Anchor, name, body).body))
-    for name in store.list("rounds/"):
-        number, kind = name.split("/")[1:3]
-        if int(number) < oldest:
-            body = store.get(name) if kind == "drift" else None
-            store.delete(name)
-            if body is not None:
-                store.delete(protocol.body_name(protocol.parse(protocol.Drift, name, body).body))
-
-
-def _round_of(anchor: str) -> int:
-    return int(anchor.rpartition("/")[2])
-
-
 class _LeftBehindError(Exception):
     """The rounds that this process was reading are deleted: it goes on from the newest kept global parameters."""
 
@@ -152,7 +116,13 @@ class Replay:
       needs_rate: whether the outer step needs the learning rate of the inner ones.
       run: which run it is.
       kept: the round of the kept global parameters that it has started from.
+      lasts: whether a drift may count in a later round than that in which it was encoded.
     """
+
+    @property
+    def rounds(self) -> int:
+        """For so many rounds a body can be counted."""
+        return most_rounds(self.run.keep_every)
 
     def __init__(self, store: Connection, config: Any):
         self.method = RoundMethod(config.reducer, config.outer)
@@ -161,10 +131,16 @@ class Replay:
         self.counted: dict[str, str] = {}
         self.needs_rate = False
         self.run, self.kept = identity.NO_RUN, 0
+        # Whether a round counts what was encoded in an earlier one.
+        self.lasts = True
+        # The name of the kept parameters that are on their way.
+        self._wanted: str | None = None
         self._store, self._config, self._reducer = store, config, config.reducer
         self._payload: list[Any] = []
         self._updates: Any = None
         self._bodies: dict[str, list[Any]] = {}
+        # This island's own drift, which several rounds may read.
+        self.own: tuple[str, list[Any]] | None = None
 
     def open(
         self, local: LocalStepsState, params: PyTree | None, *, place: str, keep_every: int = 1, begin: bool = False
@@ -180,6 +156,7 @@ class Replay:
         """
         self._payload = check_reducer(self._reducer, local.anchor)
         self._updates = jax.eval_shape(lambda anchor: anchor, local.anchor)
+        self.lasts = decodes_alike_later(self._reducer, local.anchor)
         self.needs_rate = needs_rate(self.method.outer, local.anchor)
         describe = partial(
             identity.describe,
@@ -210,20 +187,27 @@ class Replay:
           DamagedError: there are none, or none are whole; it names the newest.
         """
         while True:
-            names, damage = self._store.list("anchors/")[-KEPT_ANCHORS:], None
-            if not names:
-                raise DamagedError("the store lists no kept global parameters, though the run has begun")
-            for name in reversed(names):
+            # A listing may come late; the parameters that a run begins with have a known name.
+            names, damage = self._store.list("anchors/")[-KEPT_ANCHORS:] or [protocol.anchor_name(0)], None
+            # Those that are on their way first: newer ones would never come over a link that is slower than the rounds.
+            for name in sorted(names, key=lambda name: (name == self._wanted, name), reverse=True):
+                self._wanted = name
                 try:
                     found = self._load(name, local)
                 except DamagedError as error:
                     damage = damage or error
                     continue
                 if found is not None:
+                    self._wanted = None
                     return found
+            self._wanted = None
             # Otherwise the run has gone on so far since the listing that these names are forgotten.
-            if damage is not None and not any(is_forgotten(self._store, _round_of(name)) for name in names):
+            kept = self._store.list("anchors/")[-KEPT_ANCHORS:]
+            if damage is not None and not (len(kept) == KEPT_ANCHORS and names[0] < kept[0]):
                 raise damage
+            if self._store.now() > self._store.deadline:
+                raise damage or DamagedError("the store lists no kept global parameters, though the run has begun")
+            self._store.sleep(LOOK_PAUSE)
 
     def _load(self, name: str, local: LocalStepsState) -> tuple[protocol.Anchor, LocalStepsState] | None:
         """Reads kept global parameters into a state; returns `None` if their record is deleted."""
@@ -232,6 +216,9 @@ class Replay:
             return None
         anchor = protocol.parse(Anchor, name, record)
         body = self._store.get(protocol.body_name(anchor.body))
+        if body is None and not anchor.round:
+            # Only the record stays of the parameters that a run began with.
+            return None
         if body is None:
             raise DamagedError(f"the store has no body {anchor.body}, which {name} names")
         like = select_shared(local)
@@ -249,21 +236,19 @@ class Replay:
                 return local
 
     def read_commit(self, number: int) -> Commit | None:
-        """The end of a round, or `None` before it.
+        """The end of a round, or `None` before it; there is one for ever.
 
         Raises:
-          _LeftBehindError: the round may be deleted. What is there may then be a second commit, by an island that made
-            a long pause.
+          RunMismatchError: it is that of another run.
         """
         commit = read_commit(self._store, number)
         if commit is not None:
             identity.check_mark(commit.run, self.run, protocol.round_name(number, "commit"))
-        self.check_not_forgotten(number)
         return commit
 
     def check_not_forgotten(self, number: int) -> None:
-        """Raises `_LeftBehindError` if a round may be deleted."""
-        if is_forgotten(self._store, number):
+        """Raises `_LeftBehindError` if the bodies of a round may be deleted."""
+        if is_forgotten(self._store, number, self.rounds):
             raise _LeftBehindError
 
     def advance(self, local: LocalStepsState, commit: Commit) -> Shared:
@@ -288,10 +273,9 @@ class Replay:
             local = with_shared(local, self._take_step(select_shared(local), local.reducer[0], commit, number))
         return local
 
-    def keep(self, local: LocalStepsState) -> None:
-        """Keeps the global parameters before the open round, and deletes rounds that are no longer needed."""
+    def keep_first(self, local: LocalStepsState) -> None:
+        """Keeps the global parameters that the run begins with."""
         keep_anchor(self._store, self.round, self.digest, self.counted, copy_shared_to_host(select_shared(local)))
-        forget_rounds(self._store)
 
     def body(self, place: str, number: int) -> list[Any]:
         """The arrays of a drift of a round; read once for the commit and the outer step.
@@ -299,6 +283,8 @@ class Replay:
         Raises:
           DamagedError: the body is missing, or its bytes are not those that its hash names.
         """
+        if self.own is not None and self.own[0] == place:
+            return self.own[1]
         if place not in self._bodies:
             body = self._store.get(protocol.body_name(place))
             if body is None:
@@ -308,14 +294,14 @@ class Replay:
         return self._bodies[place]
 
     def pack_body(self, tag: str, arrays: list[Any]) -> tuple[str, bytes]:
-        """Returns the hash and the bytes of the body with the arrays of this island's drift."""
+        """Returns the place and the bytes of the body with the arrays of this island's drift."""
         codec = self._reducer.forms.codec
         if codec is not None:
             arrays = [np.frombuffer(codec.encode(arrays, self._updates), np.uint8)]
         body = protocol.pack(tag, arrays)
-        place = protocol.hash_of(body)
+        place = protocol.body_place(self.round, body)
         # Decoded as all islands decode it, so that their bits are the same.
-        self._bodies[place] = self._decode(place, body)
+        self.own = (place, self._decode(place, body))
         return place, body
 
     def _decode(self, place: str, body: bytes) -> list[Any]:

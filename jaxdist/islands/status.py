@@ -9,14 +9,17 @@ import optax
 
 from .._core.types import PyTree
 from ..local_sgd.local_steps import method_of
-from . import identity, protocol, run
+from . import identity, run
+from .cleanup import KEPT_ANCHORS
 from .connection import Connection
-from .protocol import Drift, Member, round_name, see
+from .protocol import round_name, see
 from .run import Replay
 from .store import SharedStore, open_store
 
 # For so long `read` tries again when the store is out of reach.
 READ_SECONDS = 60.0
+# For so long `status` waits for an answer.
+STATUS_SECONDS = 10.0
 
 
 class RoundStatus(NamedTuple):
@@ -47,6 +50,7 @@ class RunStatus(NamedTuple):
       present: islands that have sent a drift in the open round, or are expected in it.
       rounds: the last rounds, oldest first.
       run: the number of the run, 32 hexadecimal digits.
+      keep_every: the number of rounds between kept global parameters.
       uploading: islands that are expected in the open round, or announced themselves in it, and have sent nothing yet.
     """
 
@@ -56,6 +60,7 @@ class RunStatus(NamedTuple):
     present: tuple[str, ...]
     rounds: tuple[RoundStatus, ...]
     run: str
+    keep_every: int
     uploading: tuple[str, ...]
 
 
@@ -80,7 +85,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
       (1, {'here': 1}, [('here',)])
     """
     store = Connection(open_store(url))
-    store.deadline = 0.0
+    store.deadline = store.now() + STATUS_SECONDS
     description = identity.find_run(store.get, identity.place_of(url))
     numbers = run.ended_rounds(store)
     sessions: dict[str, int] = {}
@@ -95,11 +100,12 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
     present = (seen.drifts | seen.here | expected) - seen.left
     return RunStatus(
         open_round,
-        tuple(int(name.rpartition("/")[2]) for name in store.list("anchors/")),
+        tuple(int(name.rpartition("/")[2]) for name in store.list("anchors/")[-KEPT_ANCHORS:]),
         dict(sorted(sessions.items())),
         tuple(sorted(present)),
         tuple(found for number in numbers[-last:] if (found := _read_round(store, number)) is not None),
         description.get("id", ""),
+        description.get("keep_every", 0),
         tuple(sorted(present - seen.drifts)),
     )
 
@@ -109,15 +115,9 @@ def _read_round(store: Connection, number: int) -> RoundStatus | None:
     commit = run.read_commit(store, number)
     if commit is None:
         return None
-    sizes = {member.name: _body_size(store, number, member) for member in commit.members}
-    examples = {member.name: member.weight for member in commit.members}
+    sizes = {member.name: member.bytes for member in commit.members}
+    examples = {member.name: member.examples for member in commit.members}
     return RoundStatus(number, tuple(sizes), commit.missing, sizes, examples)
-
-
-def _body_size(store: Connection, number: int, member: Member) -> int:
-    name = round_name(number, "drift", member.name)
-    record = store.get(name)
-    return 0 if record is None else protocol.parse(Drift, name, record).bytes
 
 
 def read(

@@ -1,6 +1,5 @@
 """`jaxdist train --islands`: several jobs that meet in a folder."""
 
-import inspect
 import json
 import os
 import signal
@@ -10,7 +9,7 @@ import time
 
 import pytest
 from buckets import forget_credentials, s3_bucket, s3_server
-from islands_run import GOALS, begin, method, step_of, train
+from islands_run import GOALS, begin, method, step_of, train, wait_for_threads
 
 from jaxdist import checkpoint, islands, offload
 from jaxdist._cli import main as cli
@@ -150,23 +149,25 @@ def test_clean_deletes_what_no_island_needs_beside_a_running_run(tmp_path, capsy
     kept = store._replace(delete=lambda name: None, delete_many=lambda names: None)
     with islands.join(kept, tx, name="a", keep_every=1) as island:
         state = island.enter(begin(tx))
-        for _ in range(6):
+        for _ in range(14):
             state, _ = island.meet(step_of(tx)(state, GOALS[0]))
+            wait_for_threads(island)
         before = store.list("")
         assert cli.main(["islands", url, "--clean"]) == 0
         after = store.list("")
         assert f"{url}: {len(before) - len(after)} names deleted" in " ".join(capsys.readouterr().out.split())
-        assert len(store.list("anchors/")) == 2
-        assert len(store.list("rounds/")) < 12
+        # The first record stays, and so do commits.
+        assert len(store.list("anchors/")) == 3
+        assert len([name for name in store.list("rounds/") if not name.endswith("/commit")]) < 10
+        assert len(store.list("bodies/")) < len([name for name in before if name.startswith("bodies/")]) - 8
         state, report = island.meet(step_of(tx)(state, GOALS[0]))
         assert report.counted
-    assert islands.read(url, tx, begin(tx)[0])[0] == 7
+    assert islands.read(url, tx, begin(tx)[0])[0] == 15
     assert cli.main(["islands", url, "--clean"]) == 0
     assert cli.main(["islands", str(tmp_path / "typo"), "--clean"]) == 2
     assert not (tmp_path / "typo").exists()
 
 
-@pytest.mark.skipif("begin" not in inspect.signature(islands.join).parameters, reason="join has no begin")
 def test_an_island_that_may_not_begin_says_that_there_is_no_run(tmp_path, capsys):
     arguments = ["--islands", str(tmp_path / "run"), "--sync", "diloco:H=2", "--name", "a", "--no-begin"]
     assert cli.main(["train", *DIGITS, *arguments, "--devices", "1", "--out", str(tmp_path / "out")]) == 2

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from island_stores import wrap
-from islands_run import GOALS, State, begin, compiled_programs, global_params, method, step_of, train
+from islands_run import GOALS, State, begin, compiled_programs, global_params, method, step_of, train, wait_for_threads
 from problems import assert_close
 
 import jaxdist as jd
@@ -146,10 +146,11 @@ def test_another_format_of_the_store_is_refused(monkeypatch):
 
 def edit_description(store, change):
     """Rewrites the description of a run in its store."""
-    described = json.loads(store.get("run.json"))
+    name = identity.method_name(json.loads(store.get("run.json"))["id"])
+    described = json.loads(store.get(name))
     change(described)
-    store.delete("run.json")
-    assert store.create("run.json", json.dumps(described).encode())
+    store.delete(name)
+    assert store.create(name, json.dumps(described).encode())
 
 
 def test_equal_programs_with_other_bits_are_told_by_that():
@@ -352,8 +353,10 @@ def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent()
 
 def test_progress_of_another_run_is_never_in_a_commit():
     seen = protocol.Seen(False, frozenset("ab"), frozenset(), frozenset())
-    drifts = {name: protocol.Drift(1, "body", "base", 1.0, None, True, False, 0, run) for name, run in ("ax", "by")}
-    commit = protocol.make_commit(seen, "ab", drifts, (), "base", "x")
+    drifts = {
+        name: protocol.Drift(1, "body", 8, "base", 1.0, 0.0, 4, None, True, False, run) for name, run in ("ax", "by")
+    }
+    commit = protocol.make_commit(seen, "ab", drifts, (), "base", "a", "x")
     assert ([member.name for member in commit.members], commit.differing, commit.run) == (["a"], ("b",), "x")
 
 
@@ -382,7 +385,7 @@ def test_the_status_of_a_run_reads_records_alone():
     for one in found.rounds:
         name = json.loads(store.get(f"rounds/{one.round:08d}/drift/a"))["body"]
         assert one.sent_bytes == {"a": len(store.get(f"bodies/{name}"))}
-        assert one.examples == {"a": 1.0}
+        assert one.examples == {"a": 0.0}
     assert found.uploading == ()
 
 
@@ -392,7 +395,7 @@ def test_the_status_shows_who_has_not_sent_yet():
         state = a.enter(begin(tx))
         b.enter(begin(tx))
         a.meet(state)
-        a._outbox._transfer._thread.join(1)
+        wait_for_threads(a)
         assert islands.status(store).uploading == ("b",)
 
 

@@ -22,6 +22,7 @@ from islands_run import (
     total,
     train,
     train_together,
+    wait_for_threads,
 )
 from problems import assert_close
 
@@ -154,25 +155,34 @@ def test_the_older_process_of_a_name_stops():
 
 def test_old_rounds_go_and_a_straggler_jumps_over_them():
     store, tx = islands.memory(), method(inner=optax.sgd(0.1))
-    with islands.join(store, tx, name="slow", round_timeout=0.05, keep_every=2) as slow:
-        state = slow.enter(begin(tx))
-        state = step_of(tx)(state, GOALS[0])
-        ahead = jax.tree.map(lambda a, p: a - p, state.opt.anchor, state.params)
-        train(store, tx, "fast", 12, round_timeout=0.05)
-        rounds = {int(name.split("/")[1]) for name in store.list("rounds/")}
-        assert min(rounds) >= 10
-        bodies = {name for name in store.list("bodies/")}
-        assert len(bodies) <= 2 + 2 * 3
+    step = step_of(tx)
+    with (
+        islands.join(store, tx, name="slow", round_timeout=30, keep_every=2) as slow,
+        islands.join(store, tx, name="fast", round_timeout=0.01, keep_every=2) as fast,
+    ):
+        state, other = step(slow.enter(begin(tx)), GOALS[0]), fast.enter(begin(tx))
+        for _ in range(100):
+            other, last = fast.meet(step(other, GOALS[1]))
+            wait_for_threads(fast)
+            if last.round == 31:
+                break
+        # The kept parameters are those before rounds 28 and 30; a round may count bodies of eight rounds.
+        assert [int(name.split("/")[1]) for name in store.list("anchors/")] == [0, 28, 30]
+        said = [name for name in store.list("rounds/") if not name.endswith("/commit")]
+        for names in (said, store.list("bodies/")):
+            assert min(int(name.split("/")[1]) for name in names) == 21
+        # Commits stay: no second one of a round can be created.
+        assert len(store.list("rounds/")) - len(said) == 31
+        assert not store.list("probe/")
+        fast.leave()
         state, report = slow.meet(state)
         assert report.late
         assert report.counted
-        assert report.round == 13
-    assert jax.tree.leaves(ahead)
+        assert report.round == 32
 
 
-@pytest.mark.parametrize("timeout", [1e-6, pytest.param(30.0, marks=pytest.mark.slow)])
-def test_an_island_that_slept_for_407_rounds_is_in_step_after_one_meeting(timeout):
-    """It reads the newest kept parameters and the rounds since, however many there were, though time is up."""
+def test_an_island_that_slept_for_407_rounds_is_in_step_after_one_meeting():
+    """It reads the newest kept parameters and the rounds since, however many there were."""
     tx, calls = method("4 bits with feedback", inner=optax.sgd(0.1)), []
 
     def count(number, name, function, arguments):
@@ -182,7 +192,7 @@ def test_an_island_that_slept_for_407_rounds_is_in_step_after_one_meeting(timeou
     store = islands.memory()
     options = {"round_timeout": 0.001, "keep_every": 10}
     with (
-        islands.join(wrap(store, count), tx, name="slept", round_timeout=timeout, keep_every=10) as slept,
+        islands.join(wrap(store, count), tx, name="slept", round_timeout=60, keep_every=10) as slept,
         islands.join(store, tx, name="awake", **options) as awake,
     ):
         state, other = step_of(tx)(slept.enter(begin(tx)), GOALS[0]), awake.enter(begin(tx))
@@ -198,7 +208,7 @@ def test_an_island_that_slept_for_407_rounds_is_in_step_after_one_meeting(timeou
         assert len(slept._replay._bodies) <= 2
         taken = contribution(store, "slept", report.round, tx, state)
         assert_close(jax.tree.map(np.add, taken, left_of(state)), moved, tolerance=1e-5)
-    assert {one.round: one.members for one in islands.status(store).rounds}[407] == ("slept",)
+    assert {one.round: one.members for one in islands.status(store).rounds}[report.round] == ("slept",)
 
 
 def test_an_island_may_have_the_name_of_a_record():

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from island_stores import PROBE_CALLS, KilledError, archived, interrupted, killing, written_once
-from islands_run import GOALS, begin, decoded, global_params, left_of, method, step_of, total, train
+from islands_run import GOALS, begin, decoded, global_params, left_of, method, step_of, total, train, wait_for_threads
 from problems import assert_close
 
 from jaxdist import islands
@@ -112,9 +112,8 @@ def test_a_long_pause_before_any_call_of_the_store_loses_and_doubles_nothing(red
                 moved = jax.tree.map(lambda m, b, a: m + b - a, moved, before, total(state.params))
                 state, report = slow.meet(state)
                 digests[report.round].add(report.digest)
-            # The other thread may be making its pause.
-            slow._store.deadline = float("inf")
-            slow._outbox.finish_transfer()
+            # Another thread may be making its pause.
+            wait_for_threads(slow)
             # A drift that is under way is still ahead of this island's anchor.
             ahead = slow._outbox.flight.body if slow._outbox.flight else None
         if not paused:

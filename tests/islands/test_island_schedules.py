@@ -66,7 +66,7 @@ class Session:
         if leaves:
             self.state, _ = self.island.leave(self.state)
         self.island._entered = False  # killed: it says nothing more
-        self.island._outbox.abandon()
+        self.island._stop_threads()
         self._context.__exit__(None, None, None)
 
     def check(self, bodies, commits, tx):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from island_stores import wrap
+from island_stores import archived, wrap
 from islands_run import (
     GOALS,
     REDUCERS,
@@ -17,7 +17,7 @@ from islands_run import (
     State,
     begin,
     compiled_programs,
-    contribution,
+    decoded,
     global_params,
     left_of,
     method,
@@ -26,6 +26,7 @@ from islands_run import (
     total,
     train,
     train_together,
+    wait_for_threads,
 )
 from problems import assert_close
 
@@ -128,7 +129,7 @@ def test_bytes_are_those_of_the_formula(reducer):
 @each_reducer
 def test_nothing_is_lost_when_rounds_end_without_a_drift(reducer):
     """Every drift is the sum of what was taken of it, the residual, and what is still ahead of the anchor."""
-    store, tx = islands.memory(), method(reducer, inner=optax.sgd(0.1))
+    (store, bodies, commits), tx = archived(islands.memory()), method(reducer, inner=optax.sgd(0.1))
     step = step_of(tx)
     with contextlib.ExitStack() as stack:
         join = lambda name: stack.enter_context(islands.join(store, tx, name=name, round_timeout=0.05))  # noqa: E731
@@ -146,9 +147,12 @@ def test_nothing_is_lost_when_rounds_end_without_a_drift(reducer):
                 states["fast"], _ = fast.meet(states["fast"])
             states["slow"], report = slow.meet(states["slow"])
             late += report.late
-            if report.counted:
-                taken = jax.tree.map(np.add, taken, contribution(store, "slow", report.round - 1, tx, states["slow"]))
-        left = left_of(states["slow"])
+        left, under_way = left_of(states["slow"]), slow._outbox.flight and slow._outbox.flight.body
+    for commit in commits.values():
+        for member in commit.members:
+            if member.name == "slow" and member.body != under_way:
+                found = decoded(bodies[member.body], member.body, tx, states["slow"])
+                taken = jax.tree.map(np.add, taken, found)
     assert late > 1
     tolerance = 0.3 if reducer == "rounded" else 1e-5
     assert_close(jax.tree.map(np.add, taken, left), moved, tolerance=tolerance)
@@ -186,9 +190,11 @@ def test_a_meeting_ends_though_the_others_finish_rounds_faster_than_it_takes_the
         assert (report.late, report.counted) == (True, False)
         assert report.round <= 4
         assert_close(left_of(states["slow"]), moved, tolerance=1e-5)
-        # The next meeting goes on where this one ended, and sends what is left.
-        states["slow"], report = slow.meet(states["slow"])
-        assert report.counted
+        # The next meetings go on where this one ended, and send what is left.
+        for _ in range(50):
+            states["slow"], report = slow.meet(states["slow"])
+            if report.counted:
+                break
         assert report.round == len(ended) + 1
 
 
@@ -252,6 +258,7 @@ def test_overlap_takes_the_round_at_the_next_meeting_and_keeps_what_came_since()
                 state = step(state, GOALS[0])
             moved.append(state.params)
             state, report = island.meet(state)
+            wait_for_threads(island)
         assert (report.round, report.counted) == (3, True)
     # Alone and with an outer rate of 1, the island's own path does not change.
     alone = begin(tx)

@@ -31,10 +31,18 @@ ARRAYS = [
     np.asarray(jnp.ones(3, jnp.bfloat16)),
 ]
 RECORDS = [
-    Member("a", "hash", 1.5, None),
-    Drift(3, "hash", "base", 2.0, 0.1, True, False),
+    Member("a", "hash", 1.5, None, 3.0, 8),
+    Drift(3, "00000002/hash", 9, "base", 2.0, 6.0, 12, 0.1, True, False),
     Anchor(20, "hash", "digest", (("a", "hash"), ("b", "other"))),
-    Commit("base", (Member("a", "h", 1.0, None), Member("b", "i", 2.0, 0.5)), ("c",), (), ("d",), ("a", "b")),
+    Commit(
+        "a",
+        "base",
+        (Member("a", "h", 1.0, None, 1.0, 8), Member("b", "i", 2.0, 0.5, 0.0, 8)),
+        ("c",),
+        (),
+        ("d",),
+        ("a", "b"),
+    ),
 ]
 
 
@@ -84,7 +92,7 @@ LIMITS = {"round_timeout": 10.0, "at_least": 1, "quorum": 1}
 
 
 def drift(base="x", *, waited=True, leaving=False, weight=1.0):
-    return Drift(1, "hash", base, weight, None, waited, leaving)
+    return Drift(1, "00000002/hash", 9, base, weight, weight, 1, None, waited, leaving)
 
 
 def seen(drifts="", here="", left="", *, committed=False):
@@ -125,7 +133,7 @@ def test_a_commit_does_not_depend_on_the_order_in_which_drifts_are_seen(found, e
     drifts = {name: drift(rng.choice("xy"), waited=rng.random() < 0.8) for name in found.drifts}
     damaged = {name for name in drifts if rng.random() < 0.2}
     shuffled = dict(rng.sample(sorted(drifts.items()), len(drifts)))
-    one, other = (make_commit(found, expected, d, damaged, "x") for d in (drifts, shuffled))
+    one, other = (make_commit(found, expected, d, damaged, "x", "a") for d in (drifts, shuffled))
     assert one == other
     members = [member.name for member in one.members]
     assert members == sorted(members)
@@ -135,12 +143,12 @@ def test_a_commit_does_not_depend_on_the_order_in_which_drifts_are_seen(found, e
 
 def test_most_decide_which_parameters_count_and_oneself_among_equals():
     drifts = {"a": drift("x"), "b": drift("y"), "c": drift("y")}
-    assert make_commit(seen("abc"), "", drifts, (), "x").differing == ("a",)
-    assert make_commit(seen("ab"), "", {"a": drift("x"), "b": drift("y")}, (), "y").differing == ("a",)
+    assert make_commit(seen("abc"), "", drifts, (), "x", "a").differing == ("a",)
+    assert make_commit(seen("ab"), "", {"a": drift("x"), "b": drift("y")}, (), "y", "a").differing == ("a",)
 
 
 def test_those_that_leave_or_are_always_late_are_not_waited_for_again():
     drifts = {"a": drift(), "b": drift(leaving=True), "c": drift(waited=False)}
-    commit = make_commit(seen("abc"), "abcd", drifts, (), "x")
+    commit = make_commit(seen("abc"), "abcd", drifts, (), "x", "a")
     assert commit.expected == ("a",)
     assert commit.missing == ("d",)

@@ -56,6 +56,15 @@ def test_a_name_is_created_once(store):
     assert store.get("rounds/1/commit") == b"first"
 
 
+def test_many_names_are_deleted_though_some_are_missing(store):
+    for name in ("a/1", "a/2", "b/1"):
+        store.create(name, b"x")
+    store.delete_many(["a/1", "a/2", "a/3"])
+    assert store.list("") == ["b/1"]
+    store.delete_many([])
+    assert store.list("") == ["b/1"]
+
+
 def test_of_many_at_once_one_creates(store):
     results = []
     start = threading.Barrier(8)

@@ -69,6 +69,7 @@ def train(store, tx, name, rounds, *, goal=0, step=None, state=None, prepare=lam
             if island.due(number):
                 state, report = island.meet(state)
                 reports.append(report)
+                island._cleaner.join()
                 if len(reports) == rounds:
                     return state, reports
 
@@ -78,7 +79,7 @@ def train_together(store, tx, names, rounds, *, prepare=lambda island, number: N
     found: dict[str, Any] = {}
 
     def run(number, name):
-        settings = {"goal": number, "begin_with": len(names), "step": step, **options}
+        settings = {"goal": number, "begin_with": len(names), "step": step, "patience": 60, **options}
         try:
             found[name] = train(store, tx, name, rounds, prepare=partial(prepare, number=number), **settings)
         except BaseException as error:
@@ -147,3 +148,16 @@ def compiled_programs():
         yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def wait_for_upload(island):
+    """Until its drift is in the store."""
+    if island._outbox._sender is not None:
+        island._outbox._sender.is_sent.wait()
+
+
+def wait_for_threads(island):
+    """Until what an island does beside its steps is done: it sends a drift, reads ahead, and cleans up."""
+    if island._outbox._sender is not None:
+        island._outbox._sender.join()
+    island._cleaner.join()

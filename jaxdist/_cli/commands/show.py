@@ -10,8 +10,9 @@ from rich.table import Table
 
 from ... import islands
 from ...islands import store as stores
+from ...islands.cleanup import forget_rounds
 from ...islands.connection import Connection
-from ...islands.run import forget_rounds
+from ...islands.protocol import most_rounds
 from ..running import Number, Text, new_console
 from ..spellings import grammar, parse
 from ..stores import open_store
@@ -92,7 +93,7 @@ def run_islands(chosen: IslandsOptions) -> None:
 def _clean(url: str, place: "str | islands.SharedStore") -> None:
     """Deletes the rounds that are older than the kept parameters, and what they name, as an island does."""
     # Raises ValueError where there is no run: a mistyped URL must not be cleaned.
-    islands.status(place, last=1)
+    found = islands.status(place, last=1)
     store, gone = stores.open_store(place), []
 
     def delete(name: str) -> None:
@@ -102,7 +103,7 @@ def _clean(url: str, place: "str | islands.SharedStore") -> None:
     # One by one, so that the names are counted.
     connection = Connection(store._replace(delete=delete, delete_many=None))
     connection.deadline = connection.now() + CLEANING_SECONDS
-    forget_rounds(connection)
+    forget_rounds(connection, most_rounds(found.keep_every))
     new_console().print(f"{url}: {len(gone)} names deleted", highlight=False)
 
 

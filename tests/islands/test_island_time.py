@@ -1,0 +1,431 @@
+"""No call waits longer than its deadline, whatever a store does, and what is under way then is kept."""
+
+import collections
+import contextlib
+import logging
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from island_stores import archived, wrap
+from islands_run import GOALS, begin, global_params, method, step_of, train_together, wait_for_threads, wait_for_upload
+from problems import assert_close
+
+import jaxdist as jd
+from jaxdist import islands
+from jaxdist.islands import protocol, run
+from jaxdist.islands.connection import Connection
+
+# Seconds after `round_timeout` in which every call ends.
+SLACK = 1.0
+
+
+class Gate:
+    """A store whose calls for which `holds(name, arguments)` is true wait until the gate is open."""
+
+    def __init__(self, store, holds):
+        self._open, self._holds = threading.Event(), holds
+        self.held = []
+        self.base, self.store = store, wrap(store, self._around)
+
+    def _around(self, number, name, function, arguments):
+        if not self._open.is_set() and self._holds(name, arguments):
+            self.held.append(name)
+            self._open.wait()
+        return function(*arguments)
+
+    def open(self):
+        self._open.set()
+
+
+def is_body(name, arguments):
+    return name == "put" and arguments[0].startswith("bodies/")
+
+
+def counting():
+    """A transformation that takes sums of steps as they are, and a step of so many examples."""
+    tx = jd.local_steps(optax.sgd(0.5), optax.sgd(1.0), sync_period=2, axis=None)
+
+    @jax.jit
+    def step(state, examples):
+        updates, opt = tx.update(jnp.ones(()), state["opt"], state["params"], sync=(), examples=examples)
+        return {"params": state["params"] + updates, "opt": opt}
+
+    return tx, step, {"params": jnp.zeros(()), "opt": tx.init(jnp.zeros(()))}
+
+
+def train_round(step, state, examples=3.0):
+    for _ in range(2):
+        state = step(state, jnp.float32(examples))
+    return state
+
+
+def commits_of(store):
+    commits = [run.read_commit(Connection(store), number) for number in run.ended_rounds(Connection(store))]
+    return [commit for commit in commits if commit is not None]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_upload_of_three_rounds_loses_and_doubles_nothing(overlap):
+    """The island moves the run as far as one that sends each round, and its examples are those that it trained on."""
+    tx, step, state = counting()
+    gate = Gate(islands.memory(), is_body)
+    options = {"round_timeout": 0.2, "overlap": overlap, "patience": 60}
+    with (
+        islands.join(gate.store, tx, name="slow", **options) as slow,
+        islands.join(gate.store, tx, name="fast", **options | {"overlap": False, "round_timeout": 0.01}) as fast,
+    ):
+        # The parameters that the run begins with need no gate.
+        gate.open()
+        mine, other = slow.enter(state), fast.enter(state)
+        gate._open.clear()
+        fast._store.store = slow_free(gate)
+        trained = 0.0
+        for _ in range(3):
+            mine, trained = train_round(step, mine), trained + 6.0
+            mine, report = slow.meet(mine)
+            # With `overlap` the first one sends, and looks no more.
+            assert report.uploading or (overlap and trained == 6.0)
+            assert not report.offline
+            assert not report.counted
+            assert report.wait_seconds < 0.2 + SLACK
+            for _ in range(2):
+                other, _ = fast.meet(other)
+        assert float(mine["opt"].examples.value[0]) == trained
+        gate.open()
+        wait_for_upload(slow)
+        sums = []
+        for _ in range(20):
+            mine, report = slow.meet(mine)
+            sums.append(report.examples)
+            wait_for_upload(slow)
+            other, _ = fast.meet(other)
+            if sum(sums) == trained:
+                break
+        assert sum(sums) == trained
+    found = [member for commit in commits_of(gate.store) for member in commit.members if member.name == "slow"]
+    assert sum(member.examples for member in found) == trained
+    # A sum of rounds has the weight of one.
+    assert {member.weight for member in found if member.examples} == {6.0}
+
+
+def slow_free(gate):
+    """The store behind a gate, for an island that it does not hold."""
+    return gate.store._replace(put=lambda name, body: gate.base.put(name, body))
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_slow_island_moves_a_run_as_far_as_one_that_sends_each_round(rounds):
+    """In the linear case, alone: six steps of a constant gradient, sent in two drifts or in six."""
+    tx, step, state = counting()
+    gate = Gate(islands.memory(), is_body)
+    gate.open()
+    with islands.join(gate.store, tx, name="a", round_timeout=0.05) as island:
+        state = island.enter(state)
+        if rounds > 1:
+            gate._open.clear()
+        for number in range(6):
+            if number == 3:
+                gate.open()
+                wait_for_threads(island)
+            state, _ = island.meet(train_round(step, state))
+        for _ in range(5):
+            state, _ = island.meet(state)
+    assert float(jd.local_sgd.global_params(state["opt"])) == pytest.approx(-0.5 * 12)
+    assert sum(member.examples for commit in commits_of(gate.store) for member in commit.members) == 36
+
+
+@contextlib.contextmanager
+def entered(store, tx, state, **options):
+    """An island that has met once."""
+    with islands.join(store, tx, **{"name": "a", "round_timeout": 0.3, "patience": 60} | options) as island:
+        state, report = island.meet(island.enter(state))
+        assert report.counted
+        wait_for_threads(island)
+        yield island, state
+
+
+@pytest.mark.parametrize("kind", islands.SharedStore._fields)
+def test_a_request_that_never_ends_holds_no_meeting(kind):
+    """As of a folder on a server that is gone; then it ends after all, and nothing is lost or doubled."""
+    tx, step, state = counting()
+    store, _, commits = archived(islands.memory())
+    gate = Gate(store, lambda name, arguments: name == kind)
+    gate.open()
+    with entered(gate.store, tx, state, keep_every=1) as (island, state):
+        gate._open.clear()
+        trained = 0.0
+        for _ in range(4):
+            state, trained = train_round(step, state), trained + 6.0
+            started = time.monotonic()
+            state, report = island.meet(state)
+            assert time.monotonic() - started < 0.3 + SLACK
+            # An island that is alone and in step reads and deletes nothing that it would wait for.
+            assert report.uploading or report.offline or (report.counted and kind in ("get", "delete", "delete_many"))
+        gate.open()
+        for _ in range(10):
+            state, report = island.meet(state)
+            wait_for_threads(island)
+    assert float(jd.local_sgd.global_params(state["opt"])) == -0.5 * 8
+    assert sum(member.examples for commit in commits.values() for member in commit.members) == trained
+
+
+def test_no_thread_asks_more_and_more_of_a_store_that_is_silent():
+    tx, _, state = counting()
+    gate = Gate(islands.memory(), lambda name, arguments: name == "list")
+    gate.open()
+    with entered(gate.store, tx, state, round_timeout=0.02) as (island, state):
+        gate._open.clear()
+        for _ in range(5):
+            state, report = island.meet(state)
+            assert report.offline
+            assert "has not answered " in report.problem
+        assert len(gate.held) == 1
+        gate.open()
+
+
+def test_islands_whose_uploads_all_take_longer_than_the_timeout_meet():
+    base, tx = islands.memory(), method(inner=optax.sgd(0.1))
+
+    def put(name, body):
+        time.sleep(0.5)
+        base.put(name, body)
+
+    found = train_together(base._replace(put=put), tx, ["a", "b", "c"], 8, round_timeout=0.3, keep_every=100)
+    assert all(one.wait_seconds < 0.3 + SLACK for _, reports in found.values() for one in reports)
+    members = [len(commit.members) for commit in commits_of(base)]
+    # A loaded machine may wake one of them late.
+    assert sum(number == 3 for number in members) > len(members) / 2
+
+
+def test_bodies_that_take_longer_than_a_meeting_are_not_asked_for_again(caplog):
+    """A slow downlink: the meeting ends, and the next one takes what has come meanwhile."""
+    base, tx, asked = islands.memory(), method(inner=optax.sgd(0.1)), []
+
+    def get(name):
+        if name.startswith("bodies/"):
+            asked.append(name)
+            time.sleep(1.2)
+        return base.get(name)
+
+    with (
+        islands.join(base, tx, name="fast", round_timeout=20) as fast,
+        islands.join(base._replace(get=get), tx, name="slow", round_timeout=0.2) as slow,
+    ):
+        other = fast.enter(begin(tx))
+        state = slow.enter(begin(tx))
+        asked.clear()
+        fast_thread = threading.Thread(target=fast.meet, args=(step_of(tx)(other, GOALS[1]),))
+        fast_thread.start()
+        reports = []
+        for _ in range(20):
+            state, report = slow.meet(step_of(tx)(state, GOALS[0]))
+            reports.append(report)
+            if report.counted:
+                break
+        fast_thread.join()
+    assert report.counted
+    assert not any(one.offline for one in reports)
+    assert max(one.wait_seconds for one in reports) < 0.2 + SLACK
+    assert len(asked) == len(set(asked))
+
+
+def test_a_meeting_waits_for_no_clean_up():
+    """Four hundred names of a store that takes 20 ms for each of them."""
+    base, tx = islands.memory(), method(inner=optax.sgd(0.1))
+
+    def delete(name):
+        time.sleep(0.02)
+        base.delete(name)
+
+    store = base._replace(delete=delete, delete_many=None)
+    with islands.join(store, tx, name="a", round_timeout=0.5, keep_every=1) as island:
+        state = island.enter(begin(tx))
+        for number in range(400):
+            base.create(f"rounds/{number % 4:08d}/drift/old-{number}", b"{}")
+        for _ in range(15):
+            state, report = island.meet(state)
+            assert report.counted
+            assert report.wait_seconds < 0.5 + SLACK
+        # What one clean-up leaves out, since another one goes on, the next does.
+        for _ in range(2):
+            wait_for_threads(island)
+            state, _ = island.meet(state)
+        wait_for_threads(island)
+    assert not [name for name in base.list("rounds/") if "old-" in name]
+
+
+@pytest.mark.parametrize("away", ["refuses", "is silent"])
+@pytest.mark.parametrize("end", ["Ctrl-C", "leave", "leave with a state"])
+def test_leaving_takes_no_longer_than_a_goodbye(away, end):
+    tx, _, state = counting()
+    gate = Gate(islands.memory(), lambda name, arguments: True)
+    gate.open()
+    broken = []
+
+    def around(number, name, function, arguments):
+        if broken:
+            raise ConnectionError("no route")
+        return function(*arguments)
+
+    store, timeout = wrap(gate.store, around), 30.0 if end == "Ctrl-C" else 0.5
+    started = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt), islands.join(store, tx, name="a", round_timeout=timeout) as island:
+        state, _ = island.meet(island.enter(state))
+        if away == "refuses":
+            broken.append(True)
+        else:
+            gate._open.clear()
+        started = time.monotonic()
+        if end == "Ctrl-C":
+            raise KeyboardInterrupt
+        island.leave(*([state] if end == "leave with a state" else []))
+    took = time.monotonic() - started
+    gate.open()
+    assert took < (2.5 if end == "Ctrl-C" else 0.5 + SLACK + 0.2)
+
+
+def test_an_island_enters_though_listings_are_late():
+    """Those of others' names; an island's own are there at once, so that the probe of `join` passes."""
+    base, born, tx = islands.memory(), {}, method(inner=optax.sgd(0.1))
+
+    def view(own):
+        def create(name, body):
+            born.setdefault(name, (own, time.monotonic()))
+            return base.create(name, body)
+
+        def put(name, body):
+            born.setdefault(name, (own, time.monotonic()))
+            base.put(name, body)
+
+        def list_names(prefix):
+            now = time.monotonic()
+            return [name for name in base.list(prefix) if born[name][0] == own or now - born[name][1] > 2.0]
+
+        return base._replace(create=create, put=put, list=list_names)
+
+    with islands.join(view("one"), tx, name="one", round_timeout=0.2, keep_every=1) as first:
+        state = first.enter(begin(tx))
+        for _ in range(3):
+            state, _ = first.meet(state)
+            wait_for_threads(first)
+        with islands.join(view("two"), tx, name="two", round_timeout=0.2, patience=60) as second:
+            joined = second.enter(begin(tx, fill=5.0))
+            assert_close(global_params(joined), global_params(state), tolerance=0)
+
+
+def test_a_refusal_ends_entering_at_once_and_meetings_after_the_patience(caplog):
+    tx, _, state = counting()
+    refused = []
+
+    def around(number, name, function, arguments):
+        if name in refused:
+            raise PermissionError("the token has expired")
+        return function(*arguments)
+
+    store = wrap(islands.memory(), around)
+    with islands.join(store, tx, name="a", round_timeout=20, patience=60) as island:
+        refused.append("create")
+        with pytest.raises(islands.StoreUnusableError, match="PermissionError: the token has expired"):
+            island.enter(state)
+        refused.clear()
+        state, _ = island.meet(island.enter(state))
+        refused.extend(["create", "put"])
+        state, report = island.meet(state)
+        assert report.offline
+        assert "the token has expired" in report.problem
+        assert report.wait_seconds < 10
+        island._options = island._options._replace(patience=0.1)
+        time.sleep(0.2)
+        with pytest.raises(islands.OfflineError, match=r"offline for .* longer than patience=0\.1: .*has expired"):
+            island.meet(state)
+        refused.clear()
+    failed = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("create('" in record.getMessage() and "try 1" in record.getMessage() for record in failed)
+
+
+def test_an_island_and_round_take_at_most_ten_requests():
+    """Four islands over a store that takes 20 ms for each request, looks for drifts included."""
+    counts, base, tx = collections.Counter(), islands.memory(), method(inner=optax.sgd(0.1))
+
+    def count(number, name, function, arguments):
+        time.sleep(0.02)
+        counts[name] += 1
+        return function(*arguments)
+
+    rounds, names = 9, ["a", "b", "c", "d"]
+    found = train_together(wrap(base, count), tx, names, rounds, round_timeout=30, keep_every=100)
+    reports = [report for _, reports in found.values() for report in reports[1:]]
+    assert all(report.counted and not report.late for report in reports)
+    assert sum(report.requests for report in reports) / len(reports) <= 10
+
+
+def test_a_lonely_round_is_told_once_with_what_mends_it(caplog):
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    with (
+        islands.join(store, tx, name="gone", round_timeout=0.05) as gone,
+        islands.join(store, tx, name="here", round_timeout=0.05) as here,
+    ):
+        gone.enter(begin(tx))
+        state = here.enter(begin(tx))
+        for _ in range(5):
+            state, _ = here.meet(state)
+    told = [record.getMessage() for record in caplog.records if "has one member" in record.getMessage()]
+    assert len(told) == 1
+    assert "gone came too late for round_timeout=0.05 s" in told[0]
+
+
+def test_a_drift_that_no_round_can_count_any_more_is_sent_again():
+    tx, step, state = counting()
+    gate = Gate(islands.memory(), is_body)
+    gate.open()
+    with (
+        islands.join(gate.store, tx, name="slow", round_timeout=0.05, keep_every=2) as slow,
+        islands.join(gate.base, tx, name="fast", round_timeout=0.01, keep_every=2) as fast,
+    ):
+        mine, other = slow.enter(state), fast.enter(state)
+        gate._open.clear()
+        mine, _ = slow.meet(train_round(step, mine))
+        first = slow._outbox.flight.body
+        for _ in range(protocol.FEWEST_ROUNDS + 4):
+            other, _ = fast.meet(other)
+        mine, _ = slow.meet(train_round(step, mine))
+        gate.open()
+        for _ in range(20):
+            mine, report = slow.meet(mine)
+            if report.counted:
+                break
+    assert report.examples == 12.0
+    assert first not in [member.body for commit in commits_of(gate.base) for member in commit.members]
+
+
+def test_a_reducer_that_decodes_by_the_round_sends_again_in_the_next_round():
+    """Its memory, which all islands share, is another one then."""
+    memory = jd.reducers.from_generator("memory", lambda like: jax.tree.map(jnp.zeros_like, like), remember)
+    tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=4, reducer=memory, axis=None)
+    store = islands.memory()
+    with (
+        islands.join(store, tx, name="slow", round_timeout=0.05) as slow,
+        islands.join(store, tx, name="fast", round_timeout=0.01) as fast,
+    ):
+        state, other = slow.enter(begin(tx)), fast.enter(begin(tx))
+        for _ in range(3):
+            other, _ = fast.meet(other)
+        for _ in range(20):
+            state, report = slow.meet(state)
+            if report.counted:
+                break
+        assert not slow._replay.lasts
+    bodies = [(number, member.body) for number, commit in enumerate(commits_of(store)) for member in commit.members]
+    assert all(int(body.partition("/")[0]) == number for number, body in bodies)
+
+
+def remember(updates, state, comm, extras):
+    leaves, tree = jax.tree.flatten(updates)
+    received = yield jd.reducers.Messages(mean=leaves)
+    old = jax.tree.leaves(state)
+    means = [mean + 0.1 * x for mean, x in zip(received.mean, old, strict=True)]
+    return jd.reducers.Reduced(tree.unflatten(means), updates), tree.unflatten([x + 1 for x in old])
