@@ -33,16 +33,16 @@ PRODUCTS = frozenset(
 class Node:
     """A deferred equation, and the results that have been computed already, by their positions.
 
-    Nodes of equal `kind` compute the same function of the shards in their graphs, `inputs`.
+    Nodes of equal `kind` compute the same function of the shards in their graphs, `inputs`. `number` is their order.
     """
 
-    __slots__ = ("computed", "equation", "found", "has_products", "inputs", "kind", "operands")
+    __slots__ = ("computed", "equation", "found", "has_products", "inputs", "kind", "number", "operands")
 
-    def __init__(self, equation: Any, operands: Sequence[Any], kind: int, has_products: bool):
+    def __init__(self, equation: Any, operands: Sequence[Any], *, kind: int, number: int, has_products: bool):
         later = [x for x in operands if isinstance(x, Later)]
-        self.equation, self.operands, self.kind = equation, operands, kind
+        self.equation, self.operands, self.kind, self.number = equation, operands, kind, number
         self.has_products = has_products or any(x.node.has_products for x in later)
-        self.inputs = frozenset(id(x) for x in operands if is_part(x)).union(*(x.node.inputs for x in later))
+        self.inputs = frozenset(id(x.value) for x in operands if is_part(x)).union(*(x.node.inputs for x in later))
         self.found: dict[int, Any] = {}
         self.computed: list[Array] | None = None
 
@@ -82,7 +82,8 @@ class Deferred:
         operands = [x.full if is_part(x) and x.full is not None else x for x in operands]
         key = describe_equation(equation), tuple(map(_describe_operand, operands))
         kind = self.kinds.setdefault(key, len(self.kinds))
-        node = Node(equation, operands, kind, not PRODUCTS.isdisjoint(_primitives(equation)))
+        has_products = not PRODUCTS.isdisjoint(_primitives(equation))
+        node = Node(equation, operands, kind=kind, number=len(self.results), has_products=has_products)
         made = [Later(node, i, atom.aval.shape) for i, atom in enumerate(equation.outvars)]
         self.results += made
         return made
@@ -95,34 +96,35 @@ class Deferred:
 
     def settle(self, wanted: Sequence[Later], whole: Sequence[bool]) -> None:
         """Computes results; where `whole` is False, shards are enough."""
-        is_whole = {(id(x.node), x.position): flag for x, flag in zip(wanted, whole, strict=False)}
-        missing = list({(id(x.node), x.position): x for x in wanted if x.position not in x.node.found}.values())
+        size = self.comm.size
+        flags = {(x.node.number, x.position): flag for x, flag in zip(wanted, whole, strict=True)}
+        missing = list({(x.node.number, x.position): x for x in wanted if is_later(settled(x))}.values())
         owned = []
         for members in group_alike(missing, lambda x: (x.node.kind, x.position)):
             alike = [missing[i] for i in members]
-            count = len(alike) // self.comm.size * self.comm.size
-            if not alike[0].node.has_products or not _are_aligned([x.node for x in alike]):
-                count = 0
+            divides = alike[0].node.has_products and _find_needed([[x.node for x in alike]]) is not None
+            count = len(alike) // size * size if divides else 0
             owned += [alike[:count]] if count else []
             for x in alike[count:]:
                 x.node.found[x.position] = self._compute_on_all(x)
         for members in group_alike(owned, len):
             families = [owned[i] for i in members]
-            stacks = self._compute_on_owners(families)
-            flags = [any(is_whole[id(x.node), x.position] for x in family) for family in families]
-            self._send([(f, s) for f, s, flag in zip(families, stacks, flags, strict=True) if flag], whole=True)
-            self._send([(f, s) for f, s, flag in zip(families, stacks, flags, strict=True) if not flag], whole=False)
+            results = list(zip(families, self._compute_on_owners(families), strict=True))
+            for flag in (True, False):
+                self._send([x for x in results if flags[x[0][0].node.number, x[0][0].position] is flag], whole=flag)
 
     def _compute_on_all(self, wanted: Later) -> Array:
-        node = wanted.node
-        if node.computed is None:
-            node.computed = apply_primitive(node.equation, [self._whole(x) for x in node.operands])
-        return node.computed[wanted.position]
+        for (node,) in _find_needed([[wanted.node]]) or ():
+            if node.computed is None:
+                node.computed = apply_primitive(node.equation, [self._whole(x) for x in node.operands])
+        computed = wanted.node.computed
+        assert computed is not None
+        return computed[wanted.position]
 
     def _whole(self, x: Any) -> Any:
         x = settled(x)
         if is_later(x):
-            return self._compute_on_all(x)
+            return x.node.computed[x.position]
         if is_part(x):
             if id(x) not in self.wholes:
                 self.wholes[id(x)] = all_gather_shards(x.value, x.shape, self.comm)
@@ -139,19 +141,19 @@ class Deferred:
         return [self.comm.varying(x) for x in map_stack(program.run, stacks)]
 
     def _move_to_owners(self, columns: Sequence[Sequence[Part]], count: int) -> None:
-        """Sends the shards `[n]` of each array to its owner, which gets `[q, *s]`: one exchange for each dtype."""
+        """Sends the shards `[n]` of each array to its owner, which gets `[q, W·n]`: one exchange for each dtype."""
         size = self.comm.size
-        columns = [column for column in columns if _key(column) not in self.stacks]
+        columns = [column for column in columns if _key_of_shards(column) not in self.stacks]
+        columns = list({_key_of_shards(column): column for column in columns}.values())
         rows = [jnp.stack([x.value for x in column]).reshape(size, count, -1) for column in columns]
         for column, moved in zip(columns, fuse(self.comm, self.comm.all_to_all, rows, rows=True), strict=True):
-            shape = column[0].shape
-            flat = jnp.moveaxis(moved, 0, 1).reshape(count, -1)[:, : math.prod(shape)]
-            self.stacks[_key(column)] = flat.reshape(count, *shape)
+            self.stacks[_key_of_shards(column)] = jnp.moveaxis(moved, 0, 1).reshape(count, -1)
 
     def _own_rows(self, column: Sequence[Any], count: int) -> Array:
         """`[q, ...]`: the values of a column that belong to this worker's arrays."""
         if is_part(column[0]):
-            return self.stacks[_key(column)]
+            shape = column[0].shape
+            return self.stacks[_key_of_shards(column)][:, : math.prod(shape)].reshape(count, *shape)
         values = [x.value if isinstance(x, Uniform) else x for x in column]
         if _are_same(values):
             return jnp.broadcast_to(values[0], (count, *jnp.shape(values[0])))
@@ -183,39 +185,26 @@ class _Program:
     """The equations that compute one result of each family, and their operands: a column has one for each array."""
 
     def __init__(self, families: Sequence[tuple[Sequence[Node], int]]):
-        self.columns: list[list[Any]] = []
-        self.places: dict[tuple[int, ...], int] = {}
         self.families = families
-        for nodes, _ in families:
-            self._visit(nodes)
-
-    def _visit(self, nodes: Sequence[Node]) -> None:
-        for column in _columns(nodes):
-            key = _key(column)
-            if is_later(column[0]):
-                self._visit([x.node for x in column])
-            elif key not in self.places:
-                self.places[key] = len(self.columns)
-                self.columns.append(column)
+        self.needed = _find_needed([nodes for nodes, _ in families]) or []
+        columns = [column for nodes in self.needed for column in _columns(nodes) if not is_later(column[0])]
+        self.columns = list({_key(column): column for column in columns}.values())
 
     def run(self, values: Sequence[Any]) -> list[Array]:
         """The results for one array, from one value of each column."""
+        given = dict(zip(map(_key, self.columns), values, strict=True))
         known: dict[tuple[int, ...], list[Array]] = {}
-
-        def run_nodes(nodes: Sequence[Node]) -> list[Array]:
-            key = _key(nodes)
-            if key not in known:
-                known[key] = apply_primitive(nodes[0].equation, list(map(read, _columns(nodes))))
-            return known[key]
 
         def read(column: Sequence[Any]) -> Any:
             first = column[0]
             if is_later(first):
-                return run_nodes([x.node for x in column])[first.position]
-            value = values[self.places[_key(column)]]
+                return known[_key([x.node for x in column])][first.position]
+            value = given[_key(column)]
             return jnp.broadcast_to(value, first.shape) if isinstance(first, Uniform) else value
 
-        return [run_nodes(nodes)[position] for nodes, position in self.families]
+        for nodes in self.needed:
+            known[_key(nodes)] = apply_primitive(nodes[0].equation, list(map(read, _columns(nodes))))
+        return [known[_key(nodes)][position] for nodes, position in self.families]
 
 
 def settled(x: Any) -> Any:
@@ -227,18 +216,34 @@ def _columns(nodes: Sequence[Node]) -> Iterator[list[Any]]:
     return (list(map(settled, column)) for column in zip(*(node.operands for node in nodes), strict=True))
 
 
-def _are_aligned(nodes: Sequence[Node]) -> bool:
-    """Whether the graphs are still the same: not if only some of their results have been computed already."""
-    kinds = (Later, Part, Uniform)
-    return all(
-        len({next((k for k in kinds if isinstance(x, k)), None) for x in column}) == 1
-        and (not is_later(column[0]) or _are_aligned([x.node for x in column]))
-        for column in _columns(nodes)
-    )
+def _find_needed(families: Sequence[Sequence[Node]]) -> list[Sequence[Node]] | None:
+    """The nodes of several arrays beside each other that compute these, in order.
+
+    `None` if the graphs are not the same any more, because only some of their results have been computed already.
+    """
+    found: dict[tuple[int, ...], Sequence[Node]] = {}
+    rest = list(families)
+    while rest:
+        nodes = rest.pop()
+        if _key(nodes) in found:
+            continue
+        found[_key(nodes)] = nodes
+        for column in _columns(nodes):
+            kinds = {next((k for k in (Later, Part, Uniform) if isinstance(x, k)), None) for x in column}
+            if len(kinds) > 1:
+                return None
+            if is_later(column[0]):
+                rest.append([x.node for x in column])
+    return sorted(found.values(), key=lambda nodes: nodes[0].number)
 
 
 def _key(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(id, values))
+
+
+def _key_of_shards(column: Sequence[Part]) -> tuple[int, ...]:
+    # Reshaped, they are still the same.
+    return tuple(id(x.value) for x in column)
 
 
 def _are_same(values: Sequence[Any]) -> bool:

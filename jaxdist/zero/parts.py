@@ -92,7 +92,7 @@ def _evaluate(
     # Computations without sharded operands run as traced, on every worker.
     options: Any = {"kinds": (Part, Uniform, Later), "primitives": {"broadcast_in_dim", *CASTS}}
     results = evaluate(closed, partial(_apply, deferred), values, opaque=(*LOOPS, WHOLE), **options)
-    flags = whole or [not jnp.shape(_number(x)) for x in results]
+    flags = [not getattr(x, "shape", ()) for x in results] if whole is None else whole
     later = [(x, flag) for x, flag in zip(results, flags, strict=True) if is_later(x)]
     deferred.settle([x for x, _ in later], [flag for _, flag in later])
     return [settled(x) for x in results]
@@ -129,7 +129,7 @@ def _apply_to_deferred(deferred: Deferred, equation: Any, operands: list[Any]) -
     name = equation.primitive.name
     shape = equation.outvars[0].aval.shape if equation.outvars else ()
     known = frozenset[int]().union(*(x.node.inputs for x in operands if is_later(x)))
-    sends_more = name in ELEMENTWISE and any(is_part(x) and x.full is None and id(x) not in known for x in operands)
+    sends_more = name in ELEMENTWISE and any(is_part(x) and x.full is None and id(x.value) not in known for x in operands)
     if name != "cond" and not sends_more and deferred.can_defer(equation, operands):
         return deferred.defer(equation, operands)
     for x in operands:
