@@ -2,12 +2,13 @@
 
 Muon multiplies matrices. Gathered, each would be multiplied by every worker. Here such operations are deferred until a
 result is needed. By then the same operations of other arrays are known too, and of `k` arrays each of `W` workers
-computes those of `⌊k/W⌋`; what is left over, fewer than `W`, is gathered and computed by all.
+computes those of `⌊k/W⌋`. Of what is left over some workers own one each if it is worth the bytes; otherwise it is
+gathered and computed by all.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from .._core.jaxprs import WHOLE, apply_primitive, describe_equation, inner_jaxp
 from .._core.types import Array, Shape
 from ..comm.base import Comm
 from ..wire.buffers import fuse, group_alike, map_stack, rows_of_workers
+from .shards import gather
 from .values import Part, Uniform, all_gather_shards, is_part
 
 # What is worth sending an array to its owner for: it takes more than a few operations for each entry.
@@ -28,6 +30,11 @@ PRODUCTS = frozenset(
     ragged_dot ragged_dot_general schur svd triangular_solve tridiagonal
     """.split()  # noqa: SIM905
 )
+
+
+# Of how many arrays left over each gets an owner. An exchange is of equal rows: those of workers without an array are
+# sent in vain, there and back two arrays' bytes. Without owners all `r` are sent twice, so that this adds `1/r`.
+FEWEST = 4
 
 
 class Node:
@@ -96,22 +103,30 @@ class Deferred:
 
     def settle(self, wanted: Sequence[Later], whole: Sequence[bool]) -> None:
         """Computes results; where `whole` is False, shards are enough."""
-        size = self.comm.size
         flags = {(x.node.number, x.position): flag for x, flag in zip(wanted, whole, strict=True)}
         missing = list({(x.node.number, x.position): x for x in wanted if is_later(settled(x))}.values())
-        owned = []
+        families = []
         for members in group_alike(missing, lambda x: (x.node.kind, x.position)):
             alike = [missing[i] for i in members]
-            divides = alike[0].node.has_products and _find_needed([[x.node for x in alike]]) is not None
-            count = len(alike) // size * size if divides else 0
-            owned += [alike[:count]] if count else []
-            for x in alike[count:]:
+            divided, rest = self._divide(alike, whole=any(flags[x.node.number, x.position] for x in alike))
+            families += divided
+            for x in rest:
                 x.node.found[x.position] = self._compute_on_all(x)
-        for members in group_alike(owned, len):
-            families = [owned[i] for i in members]
-            results = list(zip(families, self._compute_on_owners(families), strict=True))
-            for flag in (True, False):
-                self._send([x for x in results if flags[x[0][0].node.number, x[0][0].position] is flag], whole=flag)
+        self._compute_on_owners(families)
+
+    def _divide(self, alike: Sequence[Later], *, whole: bool) -> tuple[list["_Family"], Sequence[Later]]:
+        """The results that owners compute, the same number of each, and those that all workers compute."""
+        size = self.comm.size
+        if not alike[0].node.has_products or _find_needed([[x.node for x in alike]]) is None:
+            return [], alike
+        count = len(alike) // size * size
+        families = [_Family(alike[:count], count, whole)] if count else []
+        rest = alike[count:]
+        if len(rest) < FEWEST:
+            return families, rest
+        # Workers without one of the rest repeat the first, and their results are not sent whole.
+        padded = [*rest, *rest[:1] * (size - len(rest))]
+        return [*families, _Family(padded, len(rest), whole)], []
 
     def _compute_on_all(self, wanted: Later) -> Array:
         for (node,) in _find_needed([[wanted.node]]) or ():
@@ -131,26 +146,31 @@ class Deferred:
             return self.wholes[id(x)]
         return jnp.broadcast_to(x.value, x.shape) if isinstance(x, Uniform) else x
 
-    def _compute_on_owners(self, families: Sequence[Sequence[Later]]) -> list[Array]:
-        """`[q, *s]` for each family of `q·W` results: those that this worker owns."""
-        program = _Program([([x.node for x in family], family[0].position) for family in families])
-        count = len(families[0]) // self.comm.size
-        self._move_to_owners([x for x in program.columns if is_part(x[0])], count)
-        own = [self._own_rows(column, count) for column in program.columns]
-        stacks = jax.tree.map(self._as_agreed, own)
-        return [self.comm.varying(x) for x in map_stack(program.run, stacks)]
+    def _compute_on_owners(self, families: Sequence["_Family"]) -> None:
+        """Moves what the families need to its owners, computes them there, and sends the results."""
+        groups = [[families[i] for i in members] for members in group_alike(families, lambda x: len(x.members))]
+        programs = [_Program(group) for group in groups]
+        self._move_to_owners([x for program in programs for x in program.columns if is_part(x[0])])
+        stacks = []
+        for program in programs:
+            values = jax.tree.map(self._as_agreed, list(map(self._own_rows, program.columns)))
+            stacks += [self.comm.varying(x) for x in map_stack(program.run, values)]
+        results = list(zip([family for group in groups for family in group], stacks, strict=True))
+        self._send_whole([(x, stack) for x, stack in results if x.whole and not x.is_padded])
+        self._send_shards([(x, stack) for x, stack in results if not x.whole or x.is_padded])
+        self._gather([later for x in families if x.whole and x.is_padded for later in x.members[: x.count]])
 
-    def _move_to_owners(self, columns: Sequence[Sequence[Part]], count: int) -> None:
+    def _move_to_owners(self, columns: Sequence[Sequence[Part]]) -> None:
         """Sends the shards `[n]` of each array to its owner, which gets `[q, W·n]`: one exchange for each dtype."""
         size = self.comm.size
-        columns = [column for column in columns if _key_of_shards(column) not in self.stacks]
-        columns = list({_key_of_shards(column): column for column in columns}.values())
-        rows = [jnp.stack([x.value for x in column]).reshape(size, count, -1) for column in columns]
-        for column, moved in zip(columns, fuse(self.comm, self.comm.all_to_all, rows, rows=True), strict=True):
-            self.stacks[_key_of_shards(column)] = jnp.moveaxis(moved, 0, 1).reshape(count, -1)
+        missing = {_key_of_shards(column): column for column in columns if _key_of_shards(column) not in self.stacks}
+        rows = [jnp.stack([x.value for x in x]).reshape(size, len(x) // size, -1) for x in missing.values()]
+        for key, moved in zip(missing, fuse(self.comm, self.comm.all_to_all, rows, rows=True), strict=True):
+            self.stacks[key] = jnp.moveaxis(moved, 0, 1).reshape(moved.shape[1], -1)
 
-    def _own_rows(self, column: Sequence[Any], count: int) -> Array:
+    def _own_rows(self, column: Sequence[Any]) -> Array:
         """`[q, ...]`: the values of a column that belong to this worker's arrays."""
+        count = len(column) // self.comm.size
         if is_part(column[0]):
             shape = column[0].shape
             return self.stacks[_key_of_shards(column)][:, : math.prod(shape)].reshape(count, *shape)
@@ -166,27 +186,56 @@ class Deferred:
         names = varying_axes(self.comm.index)
         return assume_replicated(x, names) if names else x
 
-    def _send(self, results: Sequence[tuple[Sequence[Later], Array]], *, whole: bool) -> None:
-        """Sends what owners computed: to all workers, or shards of it to the workers that own these."""
+    def _send_whole(self, results: Sequence[tuple["_Family", Array]]) -> None:
+        """Sends what owners computed, `[q, *s]` each, to all workers."""
+        sent = fuse(self.comm, self.comm.all_gather, [stack for _, stack in results])
+        for (family, stack), rows in zip(results, sent, strict=True):
+            family.store(list(rows.reshape(-1, *stack.shape[1:])))
+
+    def _send_shards(self, results: Sequence[tuple["_Family", Array]]) -> None:
+        """Sends the shards of what owners computed to the workers that keep these."""
         size = self.comm.size
-        if whole:
-            sent = fuse(self.comm, self.comm.all_gather, [stack for _, stack in results])
-            all_rows = [x.reshape(-1, *stack.shape[1:]) for x, (_, stack) in zip(sent, results, strict=True)]
-        else:
-            cut = [jax.vmap(lambda x: rows_of_workers(x, size), out_axes=1)(stack) for _, stack in results]
-            sent = fuse(self.comm, self.comm.all_to_all, cut, rows=True)
-            all_rows = [x.reshape(-1, x.shape[-1]) for x in sent]
-        for (family, _), rows in zip(results, all_rows, strict=True):
-            for x, row in zip(family, rows, strict=True):
-                x.node.found[x.position] = row if whole else Part(row, x.shape)
+        rows = [jax.vmap(lambda x: rows_of_workers(x, size), out_axes=1)(stack) for _, stack in results]
+        sent = fuse(self.comm, self.comm.all_to_all, rows, rows=True)
+        for (family, _), rows in zip(results, sent, strict=True):
+            shards = rows.reshape(-1, rows.shape[-1])
+            family.store([Part(x, later.shape) for x, later in zip(list(shards), family.members, strict=True)])
+
+    def _gather(self, wanted: Sequence[Later]) -> None:
+        """Whole arrays in place of shards."""
+        parts = [settled(x) for x in wanted]
+        likes = [jax.ShapeDtypeStruct(x.shape, x.value.dtype) for x in parts]
+        for x, found in zip(wanted, gather([x.value for x in parts], likes, self.comm), strict=True):
+            x.node.found[x.position] = found
+
+
+class _Family(NamedTuple):
+    """The same result of `q·W` arrays, of which worker `j` computes those from `q·j` on; repeated after `count`."""
+
+    members: Sequence[Later]
+    count: int
+    whole: bool
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [x.node for x in self.members]
+
+    @property
+    def is_padded(self) -> bool:
+        return self.count < len(self.members)
+
+    def store(self, found: Sequence[Any]) -> None:
+        """Stores what has been computed; results that are repeated are equal."""
+        for x, value in zip(self.members, found, strict=True):
+            x.node.found[x.position] = value
 
 
 class _Program:
     """The equations that compute one result of each family, and their operands: a column has one for each array."""
 
-    def __init__(self, families: Sequence[tuple[Sequence[Node], int]]):
+    def __init__(self, families: Sequence[_Family]):
         self.families = families
-        self.needed = _find_needed([nodes for nodes, _ in families]) or []
+        self.needed = _find_needed([family.nodes for family in families]) or []
         columns = [column for nodes in self.needed for column in _columns(nodes) if not is_later(column[0])]
         self.columns = list({_key(column): column for column in columns}.values())
 
@@ -204,7 +253,7 @@ class _Program:
 
         for nodes in self.needed:
             known[_key(nodes)] = apply_primitive(nodes[0].equation, list(map(read, _columns(nodes))))
-        return [known[_key(nodes)][position] for nodes, position in self.families]
+        return [known[_key(family.nodes)][family.members[0].position] for family in self.families]
 
 
 def settled(x: Any) -> Any:

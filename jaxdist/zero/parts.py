@@ -85,9 +85,7 @@ def _axes_around(values: Sequence[Any], comm: Comm) -> tuple[str, ...]:
     return tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(values))) - own))
 
 
-def _evaluate(
-    closed: Any, comm: Comm, values: Sequence[Any], *, whole: Sequence[bool] | None = None
-) -> Sequence[Any]:
+def _evaluate(closed: Any, comm: Comm, values: Sequence[Any], *, whole: Sequence[bool] | None = None) -> Sequence[Any]:
     deferred = Deferred(comm)
     # Computations without sharded operands run as traced, on every worker.
     options: Any = {"kinds": (Part, Uniform, Later), "primitives": {"broadcast_in_dim", *CASTS}}
@@ -129,7 +127,9 @@ def _apply_to_deferred(deferred: Deferred, equation: Any, operands: list[Any]) -
     name = equation.primitive.name
     shape = equation.outvars[0].aval.shape if equation.outvars else ()
     known = frozenset[int]().union(*(x.node.inputs for x in operands if is_later(x)))
-    sends_more = name in ELEMENTWISE and any(is_part(x) and x.full is None and id(x.value) not in known for x in operands)
+    sends_more = name in ELEMENTWISE and any(
+        is_part(x) and x.full is None and id(x.value) not in known for x in operands
+    )
     if name != "cond" and not sends_more and deferred.can_defer(equation, operands):
         return deferred.defer(equation, operands)
     for x in operands:
