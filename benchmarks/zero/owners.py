@@ -123,4 +123,4 @@ def main(given: argparse.Namespace) -> None:
     rows = [row for size in given.sizes for count in given.matrices for row in measure(count, size, given.rounds)]
     table = make_table(rows)
     print(table)
-    write_record(given.out, "owners", {"workers": WORKERS, "rounds": given.rounds, "runs": rows}, table)
+    write_record(given.out, "owners", {"workers": WORKERS, "rounds": given.rounds, "runs": rows})

@@ -115,11 +115,11 @@ def _apply(deferred: Deferred, equation: Any, operands: list[Any]) -> Sequence[A
         branches = [partial(_apply_branch, comm, branch) for branch in inner_jaxprs(equation)]
         carried = [x if is_part(x) else _as_array(x) for x in operands[1:]]
         return lax.switch(jnp.asarray(operands[0], jnp.int32), branches, *carried)
-    if not any(map(is_part, operands)):
-        if name in ELEMENTWISE and all(isinstance(x, Uniform) or jnp.ndim(x) == 0 for x in operands):
-            return [Uniform(apply_primitive(equation, [_number(x) for x in operands])[0], shape)]
-        return apply_primitive(equation, [_as_array(x) for x in operands])
-    return _apply_to_parts(deferred, equation, operands)
+    if any(map(is_part, operands)):
+        return _apply_to_parts(deferred, equation, operands)
+    if name in ELEMENTWISE and all(isinstance(x, Uniform) or jnp.ndim(x) == 0 for x in operands):
+        return [Uniform(apply_primitive(equation, [_number(x) for x in operands])[0], shape)]
+    return apply_primitive(equation, [_as_array(x) for x in operands])
 
 
 def _apply_to_deferred(deferred: Deferred, equation: Any, operands: list[Any]) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Optimizers of whole matrices on shards: each matrix has an owner. Values, products, bytes, other numbers of workers."""
+"""Optimizers of whole matrices on shards, each computed by its owner: values, products, bytes, numbers of workers."""
 
 import re
 from functools import cache
@@ -23,7 +23,7 @@ def normal(seed, *shape):
 
 
 def params():
-    """Of 9 matrices each of 4 workers owns two, and one is left over; 5 of another shape, one of a third, and a vector."""
+    """Of 9 matrices each of 4 workers owns two, and one is left over; 5 of another shape, a square, and a vector."""
     tall = {f"tall{i}": normal(i, 8, 5) for i in range(9)}
     wide = {f"wide{i}": normal(20 + i, 6, 7) for i in range(5)}
     return tall | wide | {"square": normal(30, 4, 4), "bias": normal(31, 5), "scale": jnp.ones(())}
