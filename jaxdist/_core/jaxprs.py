@@ -1,9 +1,11 @@
 """Interpreters of jaxprs: their equations, evaluation by a rule for each equation, and dependence on inputs."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .compat import ClosedJaxpr, Jaxpr, Literal, scan_sizes
 
@@ -56,6 +58,47 @@ def find_called_jaxpr(equation: Any, *, opaque: Collection[str] = INDIVISIBLE) -
     body = inside[0].jaxpr
     fits = len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars)
     return inside[0] if fits else None
+
+
+def describe_equation(equation: Any) -> Hashable:
+    """A description that is equal for equations that compute the same function of their operands.
+
+    Two traces of one function have different variables, and derivative rules that are different objects.
+    """
+    has_rules = equation.primitive.name.startswith("custom_")
+    params = {name: x for name, x in equation.params.items() if not (has_rules and callable(x))}
+    return equation.primitive.name, _describe(params), tuple(str(atom.aval) for atom in equation.outvars)
+
+
+def _describe(value: Any) -> Hashable:
+    if isinstance(value, ClosedJaxpr):
+        return _describe(value.jaxpr), tuple(map(_describe, value.consts))
+    if isinstance(value, Jaxpr):
+        return _describe_body(value)
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(_describe, value))
+    if isinstance(value, dict):
+        return tuple((name, _describe(x)) for name, x in value.items())
+    if isinstance(value, np.ndarray | np.generic | float):
+        array = np.asarray(value)
+        return array.shape, str(array.dtype), array.tobytes()
+    return value if isinstance(value, Hashable) else ("the object", id(value))
+
+
+def _describe_body(jaxpr: Any) -> Hashable:
+    numbers: dict[Any, int] = {}
+
+    def describe_atom(atom: Any) -> Hashable:
+        if isinstance(atom, Literal):
+            return "literal", str(atom.aval), _describe(atom.val)
+        return numbers.setdefault(atom, len(numbers)), str(atom.aval)
+
+    inputs = tuple(map(describe_atom, (*jaxpr.constvars, *jaxpr.invars)))
+    equations = tuple(
+        (tuple(map(describe_atom, x.invars)), describe_equation(x), tuple(map(describe_atom, x.outvars)))
+        for x in jaxpr.eqns
+    )
+    return inputs, equations, tuple(map(describe_atom, jaxpr.outvars))
 
 
 def apply_primitive(equation: Any, operands: Sequence[Any]) -> list[Any]:

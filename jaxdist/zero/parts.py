@@ -1,13 +1,14 @@
 """Computes any function of whole arrays on the shards that workers own, by evaluating its trace in another way.
 
 Elementwise operations run on the shard. A sum, maximum or minimum over a whole leaf is taken over the shard, and then
-over the workers. Before any other operation the leaf is gathered: right for any function, at the price of its bytes.
+over the workers. Any other operation needs the whole leaf. The matrix products of several leaves are divided among the
+workers (`owners`), and otherwise the leaf is gathered: right for any function, at the price of its bytes.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,55 +26,15 @@ from .._core.jaxprs import (
     evaluate,
     inner_jaxprs,
 )
-from .._core.types import Array, PyTree, Shape
+from .._core.types import Array, PyTree
 from .._core.xla_quirks import largest_entry, smallest_entry
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import is_mark
 from ..wire.buffers import MULTIPLE
-from ..wire.shards import clear_padding, shard_of, unshard
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("value", "full"), meta_fields=("shape",))
-class Part:
-    """One worker's shard of an array of this shape: `[n]` of its entries, in row-major order, padded.
-
-    `full` is the whole array, where every worker knows it: it is used instead of a gather. If no result needs it, the
-    compiler removes it as dead code.
-    """
-
-    def __init__(self, value: Any, shape: Shape, full: Any = None):
-        self.value, self.shape, self.full = value, shape, full
-
-    def clear_padding(self, comm: Comm, fill: Any = 0) -> "Part":
-        """The same array, with `fill` in place of the results that were computed for the padding."""
-        value = clear_padding(self.value, math.prod(self.shape), comm.size, comm.index, fill=fill)
-        return Part(value, self.shape, self.full)
-
-    def whole(self, comm: Comm) -> Array:
-        """The whole array, gathered unless it is known."""
-        return all_gather_shards(self.value, self.shape, comm) if self.full is None else self.full
-
-
-class Uniform(NamedTuple):
-    """An array of this shape whose entries are all one number."""
-
-    value: Array
-    shape: Shape
-
-
-# A bound method of C: JAX calls it at every node of every tree.
-is_part: Callable[[Any], bool] = Part.__instancecheck__
-
-
-def local_shard(x: Any, comm: Comm) -> Array:
-    """The shard that this worker owns of a part or of a whole array."""
-    return x.value if is_part(x) else shard_of(x, comm)
-
-
-def all_gather_shards(x: Array, shape: Shape, comm: Comm) -> Array:
-    """`[n] -> [*s]`: the whole array, from all workers' shards."""
-    return unshard(comm.all_gather(x), jax.ShapeDtypeStruct(shape, x.dtype))
+from ..wire.shards import shard_of
+from .owners import Deferred, Later, is_later, settled
+from .values import Part, Uniform, is_part
 
 
 def as_parts(tree: PyTree, comm: Comm | None = None) -> PyTree:
@@ -87,8 +48,19 @@ def as_parts(tree: PyTree, comm: Comm | None = None) -> PyTree:
     return jax.tree.map(as_part, tree, is_leaf=is_mark)
 
 
-def on_parts(f: Callable[..., PyTree], comm: Comm, likes: Sequence[PyTree], arguments: Sequence[PyTree]) -> PyTree:
+def on_parts(
+    f: Callable[..., PyTree],
+    comm: Comm,
+    likes: Sequence[PyTree],
+    arguments: Sequence[PyTree],
+    *,
+    whole: PyTree | None = None,
+) -> PyTree:
     """`f(*arguments)`, where a `Part` represents a whole array.
+
+    Args:
+      whole: a boolean for each result: if a single worker computes it, do all others get the whole of it, or shards?
+        `None` is shards of all.
 
     Returns:
       The results of `f`, with a `Part` for those that could be computed on shards alone. Their padding is zero:
@@ -98,7 +70,8 @@ def on_parts(f: Callable[..., PyTree], comm: Comm, likes: Sequence[PyTree], argu
     values = jax.tree.leaves(arguments, is_leaf=is_part)
     around = over(_axes_around(values, comm))
     closed, out = jax.make_jaxpr(lambda *trees: f(*around.varying(trees)), return_shape=True)(*likes)
-    results = _evaluate(closed, comm, values)
+    flags = None if whole is None else jax.tree.leaves(whole)
+    results = _evaluate(closed, comm, values, whole=flags)
     results = [x.clear_padding(comm) if is_part(x) else _as_array(x) for x in results]
     return jax.tree.structure(out).unflatten(results)
 
@@ -112,37 +85,63 @@ def _axes_around(values: Sequence[Any], comm: Comm) -> tuple[str, ...]:
     return tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(values))) - own))
 
 
-def _evaluate(closed: Any, comm: Comm, values: Sequence[Any]) -> list[Any]:
+def _evaluate(closed: Any, comm: Comm, values: Sequence[Any], *, whole: Sequence[bool] | None = None) -> Sequence[Any]:
+    deferred = Deferred(comm)
     # Computations without sharded operands run as traced, on every worker.
-    kinds, primitives = (Part, Uniform), {"broadcast_in_dim", *CASTS}
-    return evaluate(closed, partial(_apply, comm), values, opaque=(*LOOPS, WHOLE), kinds=kinds, primitives=primitives)
+    options: Any = {"kinds": (Part, Uniform, Later), "primitives": {"broadcast_in_dim", *CASTS}}
+    results = evaluate(closed, partial(_apply, deferred), values, opaque=(*LOOPS, WHOLE), **options)
+    flags = [not getattr(x, "shape", ()) for x in results] if whole is None else whole
+    later = [(x, flag) for x, flag in zip(results, flags, strict=True) if is_later(x)]
+    deferred.settle([x for x, _ in later], [flag for _, flag in later])
+    return [settled(x) for x in results]
 
 
-def _apply(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[Any]:
+def _apply(deferred: Deferred, equation: Any, operands: list[Any]) -> Sequence[Any]:
     """The results of one equation, on parts where that is possible."""
-    name = equation.primitive.name
+    name, comm = equation.primitive.name, deferred.comm
+    operands = [settled(x) for x in operands]
     shape = equation.outvars[0].aval.shape if equation.outvars else ()
-    if name == "broadcast_in_dim" and not is_part(operands[0]) and jnp.size(_number(operands[0])) == 1:
+    is_number = not is_part(operands[0]) and not is_later(operands[0]) and jnp.size(_number(operands[0])) == 1
+    if name == "broadcast_in_dim" and is_number:
         return [Uniform(jnp.reshape(_number(operands[0]), ()), shape)]
     # A shard may vary over the axes already, and the primitive would refuse to cast it again.
     if name in CASTS:
         names = equation.outvars[0].aval.manual_axis_type.varying
-        return [_cast_type(x, names) for x in operands]
+        return [x if is_later(x) else _cast_type(x, names) for x in operands]
+    if any(map(is_later, operands)):
+        return _apply_to_deferred(deferred, equation, operands)
     # Only one branch runs, so all must return the same kinds of values.
     if name == "cond":
         branches = [partial(_apply_branch, comm, branch) for branch in inner_jaxprs(equation)]
         carried = [x if is_part(x) else _as_array(x) for x in operands[1:]]
         return lax.switch(jnp.asarray(operands[0], jnp.int32), branches, *carried)
-    if not any(map(is_part, operands)):
-        if name in ELEMENTWISE and all(isinstance(x, Uniform) or jnp.ndim(x) == 0 for x in operands):
-            return [Uniform(apply_primitive(equation, [_number(x) for x in operands])[0], shape)]
-        return apply_primitive(equation, [_as_array(x) for x in operands])
-    return _apply_to_parts(comm, equation, operands)
+    if any(map(is_part, operands)):
+        return _apply_to_parts(deferred, equation, operands)
+    if name in ELEMENTWISE and all(isinstance(x, Uniform) or jnp.ndim(x) == 0 for x in operands):
+        return [Uniform(apply_primitive(equation, [_number(x) for x in operands])[0], shape)]
+    return apply_primitive(equation, [_as_array(x) for x in operands])
 
 
-def _apply_to_parts(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[Any]:
-    """The results of an equation with a part among its operands: without a gather where that is possible."""
+def _apply_to_deferred(deferred: Deferred, equation: Any, operands: list[Any]) -> Sequence[Any]:
+    """The results of an equation with a deferred operand: deferred too, unless shards must be sent for it."""
     name = equation.primitive.name
+    shape = equation.outvars[0].aval.shape if equation.outvars else ()
+    known = frozenset[int]().union(*(x.node.inputs for x in operands if is_later(x)))
+    sends_more = name in ELEMENTWISE and any(
+        is_part(x) and x.full is None and id(x.value) not in known for x in operands
+    )
+    if name != "cond" and not sends_more and deferred.can_defer(equation, operands):
+        return deferred.defer(equation, operands)
+    for x in operands:
+        if is_later(settled(x)):
+            is_entrywise = name == "cond" or (name in ELEMENTWISE and x.shape == shape)
+            deferred.settle_alike(x, whole=not (x.shape and is_entrywise))
+    return _apply(deferred, equation, operands)
+
+
+def _apply_to_parts(deferred: Deferred, equation: Any, operands: list[Any]) -> Sequence[Any]:
+    """The results of an equation with a part among its operands: without a gather where that is possible."""
+    name, comm = equation.primitive.name, deferred.comm
     shape = equation.outvars[0].aval.shape if equation.outvars else ()
     if name in ELEMENTWISE:
         return [_apply_elementwise(equation, operands, comm)]
@@ -156,6 +155,8 @@ def _apply_to_parts(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[
         if part.full is None and math.prod(shape) == 1 and _reduces(name, part.value.dtype):
             return [REDUCTIONS[name](part, comm).reshape(shape)]
     # Any other operation needs whole arrays.
+    if any(is_part(x) and x.full is None for x in operands) and deferred.can_defer(equation, operands):
+        return deferred.defer(equation, operands)
     return apply_primitive(equation, [x.whole(comm) if is_part(x) else _as_array(x) for x in operands])
 
 

@@ -17,8 +17,8 @@ from ..transforms.master import follow_parameter
 from ..wire.buffers import MULTIPLE
 from ..wire.codec import step_key
 from ..wire.shards import shard_of, unshard
-from .parts import Part, is_part, local_shard
 from .shards import decode, encode, gather, gather_payloads
+from .values import Part, is_part, local_shard
 
 
 class Delivery(NamedTuple):
@@ -26,10 +26,12 @@ class Delivery(NamedTuple):
 
     `init(params)` makes the state. `send(steps, params, master, state, some, comm)` returns the updates (sharded where
     the parameters are), the new master parameters, and the new state; `some` is False if no worker had an example.
+    `takes_whole`: it sends updates as they are, so that a worker that has a whole one had better send all of it.
     """
 
     init: Callable[[PyTree], State]
     send: Callable[..., tuple[Updates, PyTree, State]]
+    takes_whole: bool = False
 
 
 class DeliveryState(NamedTuple):
@@ -55,7 +57,7 @@ def follow_params(master: PyTree, params: PyTree, comm: Comm) -> PyTree:
 
 def deliver_updates() -> Delivery:
     """Gathers updates. An update that `inner` computed in full on every worker is not sent."""
-    return Delivery(lambda params: (), _gather_updates)
+    return Delivery(lambda params: (), _gather_updates, takes_whole=True)
 
 
 def deliver_encoded_updates(compressor: Compressor) -> Delivery:

@@ -27,7 +27,7 @@ from ..transforms.weights import scale_leaves, weight_of, weight_of_leaves, zero
 from ..wire.buffers import MULTIPLE
 from ..wire.shards import shard_of
 from .checks import check_inner, check_means, check_replicated, check_sharding
-from .parts import Part, as_parts, is_part, local_shard, on_parts
+from .parts import as_parts, on_parts
 from .shards import (
     StateCodec,
     buckets_of,
@@ -46,6 +46,7 @@ from .updates import (
     deliver_updates,
     follow_params,
 )
+from .values import Part, is_part, local_shard
 
 EXACT = exact()
 ALREADY_REDUCED = (
@@ -98,10 +99,12 @@ def zero_redundancy(
     """Shards the optimizer's state over the workers: each updates its shard of the parameters, and all gather updates.
 
     `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_shard)`, `updates = all_gather(u)`, for any optimizer, with its
-    results on whole arrays. It replaces `all_reduce`. See docs/explanation/zero-and-offloading.md.
+    results on whole arrays. It replaces `all_reduce`. Products of matrices (Muon) are divided: of equal ones each
+    worker computes `1/W`. See docs/explanation/how-your-optimizer-runs.md.
 
     *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes (padded); with
-    `examples` four bytes more; with compression `(W-1)` times the payload of `n/W` entries, each way.
+    `examples` four bytes more; for products of matrices `(W-1)/W² · 4n` more; with compression `(W-1)` times the
+    payload of `n/W` entries, each way.
 
     *State*: sharded, all of `inner`'s that is shaped like the parameters, and master parameters; with `compressor` and
     no masters a float32 residual; the reducer's own.
@@ -262,11 +265,14 @@ class _ZeroRedundancy(NamedTuple):
         optimized = as_parts(params, comm) if self.master_dtype is None else as_parts(master)
         # `local_steps` passes its anchor, which is sharded as the parameters are.
         cut = {name: x for name, x in extra_args.items() if any(map(is_mark, jax.tree.leaves(x, is_leaf=is_mark)))}
+        # An update that one worker computed goes to all workers at once, unless all that is sent is encoded or rounded.
+        whole = jax.tree.map(lambda p: self.delivery.takes_whole and not is_mark(p), params, is_leaf=is_mark)
         return on_parts(
             lambda *trees: self.inner.update(*trees[:3], **{**extra_args, **trees[3]}),
             comm,
             (like_gradients, _whole_shapes(inner), like, _whole_shapes(cut)),
             (gradients, as_parts(inner), optimized, as_parts(cut)),
+            whole=(whole, jax.tree.map(lambda x: not is_mark(x), inner, is_leaf=is_mark)),
         )
 
     def _mark_state(self, state: State, params: PyTree) -> State:

@@ -13,7 +13,8 @@ import jaxdist as jd
 from jaxdist import analysis
 from jaxdist.wire.shards import shard_of
 from jaxdist.zero import shards
-from jaxdist.zero.parts import Part, all_gather_shards, on_parts
+from jaxdist.zero.parts import on_parts
+from jaxdist.zero.values import Part, all_gather_shards
 
 ELEMENTWISE = {
     "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, 50)),
