@@ -65,14 +65,15 @@ def describe_equation(equation: Any) -> Hashable:
 
     Two traces of one function have different variables, and derivative rules that are different objects.
     """
-    has_rules = equation.primitive.name.startswith("custom_")
-    params = {name: x for name, x in equation.params.items() if not (has_rules and callable(x))}
+    has_rules = equation.primitive.name.startswith(("custom_jvp", "custom_vjp"))
+    params = inner_jaxprs(equation) if has_rules else equation.params
     return equation.primitive.name, _describe(params), tuple(str(atom.aval) for atom in equation.outvars)
 
 
 def _describe(value: Any) -> Hashable:
+    # Newer versions of JAX have one class for both.
     if isinstance(value, ClosedJaxpr):
-        return _describe(value.jaxpr), tuple(map(_describe, value.consts))
+        return _describe_body(value.jaxpr), tuple(map(_describe, value.consts))
     if isinstance(value, Jaxpr):
         return _describe_body(value)
     if isinstance(value, tuple | list):

@@ -125,7 +125,7 @@ class Deferred:
         if len(rest) < FEWEST:
             return families, rest
         # Workers without one of the rest repeat the first, and their results are not sent whole.
-        padded = [*rest, *rest[:1] * (size - len(rest))]
+        padded = [*rest, *[rest[0]] * (size - len(rest))]
         return [*families, _Family(padded, len(rest), whole)], []
 
     def _compute_on_all(self, wanted: Later) -> Array:

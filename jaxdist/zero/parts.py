@@ -117,7 +117,13 @@ def _apply(deferred: Deferred, equation: Any, operands: list[Any]) -> Sequence[A
         return lax.switch(jnp.asarray(operands[0], jnp.int32), branches, *carried)
     if any(map(is_part, operands)):
         return _apply_to_parts(deferred, equation, operands)
-    if name in ELEMENTWISE and all(isinstance(x, Uniform) or jnp.ndim(x) == 0 for x in operands):
+    return _apply_to_known(equation, operands)
+
+
+def _apply_to_known(equation: Any, operands: list[Any]) -> Sequence[Any]:
+    """The results of an equation whose operands every worker has in full."""
+    if equation.primitive.name in ELEMENTWISE and all(isinstance(x, Uniform) or jnp.ndim(x) == 0 for x in operands):
+        shape = equation.outvars[0].aval.shape
         return [Uniform(apply_primitive(equation, [_number(x) for x in operands])[0], shape)]
     return apply_primitive(equation, [_as_array(x) for x in operands])
 

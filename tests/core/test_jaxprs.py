@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist._core.jaxprs import apply_primitive, evaluate, propagate
+from jaxdist._core.jaxprs import apply_primitive, describe_equation, evaluate, propagate
 
 
 def test_a_rule_evaluates_calls_literals_and_constants():
@@ -49,3 +49,31 @@ def test_the_number_of_rounds_of_a_while_loop_affects_all_it_carries():
         return lax.while_loop(lambda carry: carry[0] > 0, lambda carry: (carry[0] - 1, 2 * carry[1]), (n, x))
 
     assert propagate(jax.make_jaxpr(f)(3, 1.0), [1, 2], loops=True).masks == [1, 3]
+
+
+def describe(f, *arguments):
+    (equation,) = jax.make_jaxpr(f)(*arguments).eqns
+    return describe_equation(equation)
+
+
+def loop(factor, power=2, table=None):
+    """A loop whose body is traced anew."""
+
+    def body(carry, _):
+        x, count = carry
+        return (jax.nn.relu(x) ** power * factor + (0 if table is None else table.sum()), count + 1), None
+
+    return lambda x: lax.scan(body, (x, 0), None, length=3)
+
+
+def test_equal_descriptions_are_of_equal_functions():
+    """Of other traces of the same function; and not of other numbers, shapes, bodies or constants."""
+    x = jnp.ones(3)
+    same = describe(loop(2.0), x)
+    assert hash(same) == hash(describe(loop(2.0), x))
+    assert same == describe(loop(2.0), x)
+    others = [describe(f, y) for f, y in ((loop(2.5), x), (loop(2.0, 3), x), (loop(2.0), jnp.ones(4)))]
+    others += [describe(lambda x: x + 1, x), describe(lambda x: x * 1, x)]
+    assert len({same, *others}) == 6
+    # Of constants the values count; not-a-number is equal to itself.
+    assert describe(lambda x: x * jnp.nan, x) == describe(lambda x: x * jnp.nan, x)

@@ -193,6 +193,30 @@ def test_with_masters_and_codes(options):
     assert_close(found, plain("muon"), 1e-5 if options == {"master_dtype": jnp.float32} else 0.02)
 
 
+@pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_owners_within_pods(cut):
+    """Chips own matrices of their pod, and pods differ between synchronizations: a mesh does what simulation does."""
+    places: Any = {"pod": 2, "chip": 2}, jd.make_mesh({"pod": 2, "chip": 2}, devices=jax.devices()[:4])
+    inner = jd.zero_redundancy(optax.contrib.muon(1e-2, weight_decay=0.1), reducer=None, axis="chip")
+    tx = jd.local_steps(inner, optax.sgd(0.7), sync_period=2, axis="pod")
+    start, axes = equal_matrices(3, 6), ("pod", "chip")
+
+    def step(state, batch):
+        mean = jax.lax.pmean(batch.mean(), "chip")
+        updates, opt = tx.update(gradient(state.params, mean), state.opt, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+    def make_state():
+        given = jd.zero.shard(start, smallest=0, axis="chip") if cut else start
+        return TrainState(jd.PerWorker(given, axis="pod"), tx.init(given))
+
+    simulated, state = (jd.init_state(make_state, place, axis=axes) for place in places)
+    for batch in batches():
+        simulated, _ = jd.simulate(step, places[0], axis=axes)(simulated, batch)
+        state, _ = jd.distribute(step, places[1], axis=axes)(state, batch)
+    assert_close(state, simulated, 1e-5)
+
+
 def test_a_step_without_examples_changes_nothing():
     tx = jd.zero_redundancy(OPTIMIZERS["muon"])
 
