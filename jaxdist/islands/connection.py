@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ..processes.broadcast import broadcast
-from .base import IslandError
+from .base import IslandError, StoreUnusableError
 from .store import SharedStore
 
 logger = logging.getLogger("jaxdist.islands")
@@ -327,6 +327,25 @@ class Connection:
 
         if not self._together or jax.process_index() == 0:
             let_go()
+
+
+def call_within(seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function that asks a store returns, called in another thread.
+
+    Raises:
+      StoreUnusableError: it is not there after so many seconds.
+    """
+    request, end = Request(function, arguments), time.monotonic() + seconds
+    Lane().submit(request, urgent=True)
+    while not request.done.wait(max(min(SLICE, end - time.monotonic()), 0.0)):
+        if time.monotonic() >= end:
+            raise StoreUnusableError(
+                f"the store has not answered within patience={seconds:g} s; check its address and the link to it"
+            )
+        logger.warning("waiting for the store: no answer yet to the first requests")
+    if request.error is not None:
+        raise request.error
+    return request.answer
 
 
 def _has_aged(kind: str, request: Request) -> bool:
