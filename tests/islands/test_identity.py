@@ -80,6 +80,16 @@ PAIRS = {
         other(";"),
     ),
     "the rounding of an outer step": ({"outer": rounding(jnp.bfloat16)}, {"outer": rounding(jnp.float16)}, other("")),
+    "a rate that the state holds": (
+        {"outer": optax.inject_hyperparams(optax.sgd)(0.5)},
+        {"outer": optax.inject_hyperparams(optax.sgd)(0.25)},
+        r"outer optimizer: '.*learning_rate' begins with another value .*: 0\.5 in the run, 0\.25 here;",
+    ),
+    "another seed": (
+        {"reducer": jd.compressed(QSGD(4), seed=1)},
+        {"reducer": jd.compressed(QSGD(4), seed=2)},
+        r"reducer: '.*' begins with another value .its seed.: \w+ in the run, \w+ here;",
+    ),
     "another state of the outer step": (
         {},
         {"outer": optax.sgd(0.5, momentum=0.9, accumulator_dtype=jnp.bfloat16)},
