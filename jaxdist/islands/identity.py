@@ -346,7 +346,8 @@ def check_mark(found: str, run: RunIdentity, name: str) -> None:
 def _check_empty(store: Connection, place: str) -> None:
     """Checks that a store without a description has no rounds either, which would be those of another run."""
     names = store.list("anchors/") + store.list("rounds/")
-    if names:
+    # Another island may have opened the run since.
+    if names and store.get(RUN_JSON) is None:
         raise RunMissingError(
             f"{place} has rounds of a run ({names[-1]}) and no run.json: restore that file from a copy, or begin a new "
             "run in an empty folder, from a checkpoint"
