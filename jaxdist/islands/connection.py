@@ -18,6 +18,7 @@ import numpy as np
 
 from ..processes.broadcast import broadcast
 from .base import IslandError, StoreUnusableError
+from .protocol import is_of_run
 from .store import SharedStore
 
 logger = logging.getLogger("jaxdist.islands")
@@ -169,8 +170,8 @@ class Connection:
         return self.ask("get", name)
 
     def list(self, prefix: str) -> list[str]:
-        """The names with this prefix, sorted."""
-        return self.ask("list", prefix)
+        """The names with this prefix that may be of a run, sorted."""
+        return [name for name in self.ask("list", prefix) if is_of_run(name)]
 
     def delete_many(self, names: "list[str]") -> None:
         """Deletes names, which may be missing."""
