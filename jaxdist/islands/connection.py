@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from ..processes.broadcast import broadcast
-from .base import IslandError
+from .base import IslandError, StoreUnusableError
+from .protocol import is_of_run
 from .store import SharedStore
 
 logger = logging.getLogger("jaxdist.islands")
@@ -169,8 +170,8 @@ class Connection:
         return self.ask("get", name)
 
     def list(self, prefix: str) -> list[str]:
-        """The names with this prefix, sorted."""
-        return self.ask("list", prefix)
+        """The names with this prefix that may be of a run, sorted."""
+        return [name for name in self.ask("list", prefix) if is_of_run(name)]
 
     def delete_many(self, names: "list[str]") -> None:
         """Deletes names, which may be missing."""
@@ -327,6 +328,25 @@ class Connection:
 
         if not self._together or jax.process_index() == 0:
             let_go()
+
+
+def call_within(seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function that asks a store returns, called in another thread.
+
+    Raises:
+      StoreUnusableError: it is not there after so many seconds.
+    """
+    request, end = Request(function, arguments), time.monotonic() + seconds
+    Lane().submit(request, urgent=True)
+    while not request.done.wait(max(min(SLICE, end - time.monotonic()), 0.0)):
+        if time.monotonic() >= end:
+            raise StoreUnusableError(
+                f"the store has not answered within patience={seconds:g} s; check its address and the link to it"
+            )
+        logger.warning("waiting for the store: no answer yet to the first requests")
+    if request.error is not None:
+        raise request.error
+    return request.answer
 
 
 def _has_aged(kind: str, request: Request) -> bool:

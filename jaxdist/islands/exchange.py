@@ -277,7 +277,12 @@ def _hash_leaves(tree: PyTree) -> Array:
 
 def digest_of(shared: Shared) -> str:
     """A short name for the bits of the shared state."""
-    return hash_of(to_host(_hash_leaves(shared)).tobytes())
+    return hash_of(hash_leaves(shared).tobytes())
+
+
+def hash_leaves(shared: Shared) -> np.ndarray:
+    """Hashes of the bits of each leaf of the shared state."""
+    return to_host(_hash_leaves(shared))
 
 
 def to_host(x: Array) -> np.ndarray:

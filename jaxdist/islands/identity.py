@@ -7,6 +7,7 @@ alike. Both are of decoding and of the outer step: what the steps of an island d
 
 import enum
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -32,8 +33,8 @@ from .exchange import (
     Shared,
     add_member,
     common_leaves,
-    digest_of,
     encode_drift,
+    hash_leaves,
     measure_drift,
     take_outer_step,
     to_host,
@@ -118,7 +119,7 @@ def _fingerprint(
     anchor, params = _pattern(local.anchor, 1), _pattern(params, 2)
     reducer = _place_fresh(method.reducer.init(anchor), local.reducer[0])
     shared = Shared(anchor, _place_fresh(method.outer.init(anchor), local.outer[0]), common_leaves(reducer))
-    one = np.float32(1)
+    one, start = np.float32(1), shared
     encoding = (method, np.int32(0), measure_drift(anchor, params), reducer, one)
     hosts = [to_host(x) for x in encode_drift(*encoding)[0]]
     total, replicated = zeros_like(anchor), shared.reducer
@@ -126,15 +127,40 @@ def _fingerprint(
     for _ in range(2):  # the second member is added to what the first left
         total, replicated = add_member(*adding)
         adding = (method, total, hosts, one, reducer)
-    decoded = digest_of(Shared(total, shared.outer, replicated))
+    decoded = Shared(total, shared.outer, replicated)
     stepping = (method, shared, total, one, replicated, one)
     # The outer step takes the rate of the inner ones, or none.
     rates = [one if needs_rate else None, *[one] * (OUTER_STEPS - 1)]
     for rate in rates:
         shared = take_outer_step(method, shared, total, one, replicated, rate)
+    begins, added, stepped = (_hash_parts(found) for found in (start, decoded, shared))
+    parts = {
+        # Not the outer state, which decoding leaves alone.
+        "reducer": (2, [encode_drift.trace(*encoding), add_member.trace(*adding)], [added[0], added[2]]),
+        "outer optimizer": (1, [take_outer_step.trace(*stepping)], stepped),
+    }
     return {
-        "reducer": _spell([encode_drift.trace(*encoding), add_member.trace(*adding)]) | {"result": decoded},
-        "outer optimizer": _spell([take_outer_step.trace(*stepping)]) | {"result": digest_of(shared)},
+        part: _spell(traced) | {"start": _name_start(start[number], begins[number]), "result": _hash_all(found)}
+        for part, (number, traced, found) in parts.items()
+    }
+
+
+def _hash_parts(shared: Shared) -> list[list[str]]:
+    """Hashes of the leaves of each part of a shared state, by the program that names its bits in meetings."""
+    hashes = iter(hash_leaves(shared))
+    return [[protocol.hash_of(next(hashes).tobytes()) for _ in jax.tree.leaves(part)] for part in shared]
+
+
+def _hash_all(hashes: list[list[str]]) -> str:
+    return protocol.hash_of("".join(itertools.chain(*hashes)).encode())
+
+
+def _name_start(state: PyTree, hashes: list[str]) -> dict[str, str]:
+    """What a state begins with, by the names of its leaves: numbers as they are, arrays and keys by their hashes."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {
+        leaf_name(path): hashed if x.ndim or is_key(x) else str(to_host(x))
+        for (path, x), hashed in zip(leaves, hashes, strict=True)
     }
 
 
@@ -320,7 +346,8 @@ def check_mark(found: str, run: RunIdentity, name: str) -> None:
 def _check_empty(store: Connection, place: str) -> None:
     """Checks that a store without a description has no rounds either, which would be those of another run."""
     names = store.list("anchors/") + store.list("rounds/")
-    if names:
+    # Another island may have opened the run since.
+    if names and store.get(RUN_JSON) is None:
         raise RunMissingError(
             f"{place} has rounds of a run ({names[-1]}) and no run.json: restore that file from a copy, or begin a new "
             "run in an empty folder, from a checkpoint"
@@ -373,6 +400,8 @@ def _find_program(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
         # Another version of JAX may write the same program in another way.
         if its.get("result") == ours["result"] and (same_program or versions.get("jax") != here["jax"]):
             continue
+        if same_program and (difference := _find_start(part, its.get("start") or {}, ours["start"])):
+            return difference
         if same_program:
             return (
                 f"{part}: the same program, which gives other bits here: another type of hardware or other versions "
@@ -383,6 +412,14 @@ def _find_program(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
         cause = "its arguments" if part == "reducer" else "momentum, nesterov, schedule or learning rate"
         words = f"{part}: equal shapes, another program ({cause})"
         return words + _name_numbers(its.get("numbers") or [], ours["numbers"])
+    return None
+
+
+def _find_start(part: str, its: dict[str, str], ours: dict[str, str]) -> str | None:
+    for name, value in ours.items():
+        if its.get(name) != value:
+            cause = "its seed" if part == "reducer" else "a seed, or a number that its state holds"
+            return _name_both(f"{part}: {name!r} begins with another value ({cause})", its.get(name), value)
     return None
 
 

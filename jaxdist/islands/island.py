@@ -63,6 +63,8 @@ LATE_IS_SLOW = 3
 DIFFERING_IS_FATAL = 3
 # Seconds that a goodbye may take.
 GOODBYE = 2.0
+# What float32 can count.
+MOST_EXAMPLES = float(np.finfo(np.float32).max)
 # The shortest pause between two looks at a round.
 SHORTEST_LOOK = 0.002
 
@@ -74,8 +76,14 @@ def _examples_of(local: LocalStepsState) -> float:
 
 
 def _check_examples(local: LocalStepsState) -> None:
-    """Checks that all leaves have counted as many examples, since a drift has one weight."""
+    """Checks that all leaves have counted as many examples, since a drift has one weight, and that they can weigh it."""
     counted = to_host(local.examples.value)
+    is_weight = np.isfinite(counted) & ((counted >= 0) | (counted == UNCOUNTED))
+    if not is_weight.all():
+        raise ValueError(
+            f"the steps have counted {counted[~is_weight][0]:g} examples since the last round, which would spoil the "
+            "mean of all islands: pass examples= that are finite and not negative to the update"
+        )
     if counted.size and (counted != counted[0]).any():
         raise ValueError(
             f"the steps passed a tree as examples=, and counted {counted.min():g} to {counted.max():g} for single "
@@ -279,7 +287,7 @@ class Island:
     @automatic_mesh()
     def _meet(self, state: PyTree, examples: float | int | None, *, leaving: bool) -> tuple[PyTree, Report]:
         if examples is not None:
-            check_range("examples", examples, 0, hint="it weights this island's drift")
+            check_range("examples", examples, 0, MOST_EXAMPLES, hint="it weights this island's drift")
         store, started = self._store, self._store.now()
         store.deadline = started + self._options.round_timeout
         local, params = find_model(state)

@@ -11,7 +11,7 @@ import optax
 from .._core.checks import check_range
 from ..local_sgd.local_steps import method_of
 from .base import IslandError, JoinOptions, Moments
-from .connection import Connection
+from .connection import Connection, call_within
 from .identity import find_run, is_on_disk, place_of
 from .island import Island
 from .store import SharedStore, check_usable, open_store
@@ -67,7 +67,7 @@ def join(
 
     Raises:
       ValueError: `tx` is not such a transformation, or an argument is out of range.
-      StoreUnusableError: the store cannot create a name if absent, or has no rights.
+      StoreUnusableError: the store cannot create a name if absent, has no rights, or does not answer for `patience`.
       RunMissingError: there is no run, and `begin=False`.
       ImportError: a bucket without obstore.
 
@@ -108,10 +108,7 @@ def join(
         raise ValueError(f"islands need local_steps with {needed}")
     store = open_store(url)
     if jax.process_index() == 0:
-        if not begin:
-            # Before the probe, which would create the folder of a disk that is not mounted.
-            _check_begun(store, place)
-        check_usable(store)
+        call_within(options.patience, _check_store, store, options)
     island = Island(Connection(store), config, options)
     try:
         yield island
@@ -119,6 +116,13 @@ def join(
         island.abandon()
         raise
     island.leave()
+
+
+def _check_store(store: SharedStore, options: JoinOptions) -> None:
+    if not options.begin:
+        # Before the probe, which would create the folder of a disk that is not mounted.
+        _check_begun(store, options.place)
+    check_usable(store)
 
 
 def _check_begun(store: SharedStore, place: str) -> None:

@@ -20,6 +20,7 @@ A body is sent while rounds go on, so that a record may name one of an earlier r
 import enum
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +34,13 @@ FORMAT = 3
 _MAGIC = b"jaxdist1"
 
 
+# Forms of the names that have numbers.
+_FORMS = {
+    "names": re.compile(r"names/[^/]+/[0-9]+"),
+    "anchors": re.compile(r"anchors/[0-9]+"),
+    "rounds": re.compile(r"rounds/[0-9]+/(commit|[^/]+/[^/]+)"),
+    "bodies": re.compile(r"bodies/[0-9]+/[0-9a-f]+"),
+}
 # A body can be counted for at least so many rounds.
 FEWEST_ROUNDS = 8
 # The share of `round_timeout` that is left to the others where most of a meeting went into an upload.
@@ -151,6 +159,12 @@ def body_name(place: str) -> str:
 def number_in(name: str) -> int:
     """The round in a name, whose second part it is."""
     return int(name.split("/")[1])
+
+
+def is_of_run(name: str) -> bool:
+    """Whether a name may be one of the protocol: others have got there by hand, as the folders of a bucket's console."""
+    form = _FORMS.get(name.partition("/")[0])
+    return form is None or form.fullmatch(name) is not None
 
 
 def most_rounds(keep_every: int) -> int:

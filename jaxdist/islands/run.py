@@ -65,6 +65,9 @@ def has_begun(store: Connection) -> bool:
     # By name too, since a listing may be late.
     begun = bool(store.list("anchors/")) or store.get(protocol.anchor_name(0)) is not None
     if not begun and (names := store.list("rounds/")):
+        # Another island may have begun it since.
+        if store.get(protocol.anchor_name(0)) is not None:
+            return True
         number = int(names[-1].split("/")[1])
         raise DamagedError(
             f"run.json is there, and rounds up to {number}, but no anchors/...: the kept global parameters are gone; "

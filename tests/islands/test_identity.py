@@ -1,6 +1,7 @@
 """Which run an island belongs to: its number, its description, and what is refused before anything is written."""
 
 import contextlib
+import itertools
 import json
 import logging
 
@@ -80,6 +81,16 @@ PAIRS = {
         other(";"),
     ),
     "the rounding of an outer step": ({"outer": rounding(jnp.bfloat16)}, {"outer": rounding(jnp.float16)}, other("")),
+    "a rate that the state holds": (
+        {"outer": optax.inject_hyperparams(optax.sgd)(0.5)},
+        {"outer": optax.inject_hyperparams(optax.sgd)(0.25)},
+        r"outer optimizer: '.*learning_rate' begins with another value .*: 0\.5 in the run, 0\.25 here;",
+    ),
+    "another seed": (
+        {"reducer": jd.compressed(QSGD(4), seed=1)},
+        {"reducer": jd.compressed(QSGD(4), seed=2)},
+        r"reducer: '.*' begins with another value .its seed.: \w+ in the run, \w+ here;",
+    ),
     "another state of the outer step": (
         {},
         {"outer": optax.sgd(0.5, momentum=0.9, accumulator_dtype=jnp.bfloat16)},
@@ -244,6 +255,30 @@ def test_a_run_that_must_be_there_is_not_opened(tmp_path):
         with pytest.raises(islands.RunMissingError):
             island.enter(begin(tx))
     assert store.list("") == []
+
+
+def test_a_run_that_another_island_opens_meanwhile_is_entered():
+    """Between any two requests: its link may be so much faster than this one's."""
+    tx, state = method(), begin(method())
+
+    def opened_before(moment, base, seen):
+        def around(number, name, function, arguments):
+            seen.append(number)
+            if number == moment:
+                enter(base, tx, "a", state)
+            return function(*arguments)
+
+        return wrap(base, around)
+
+    for moment in itertools.count():
+        base, seen = islands.memory(), []
+        with islands.join(opened_before(moment, base, seen), tx, name="b", patience=5) as island:
+            island.enter(state)
+            assert island.run == islands.status(base).run
+        if moment not in seen:
+            break
+        assert sorted(islands.status(base).sessions) == ["a", "b"]
+    assert moment > 10
 
 
 def test_a_store_that_cannot_be_read_is_told_by_its_probe():

@@ -328,6 +328,22 @@ def test_without_whole_kept_parameters_the_newest_are_named():
         island.enter(begin(tx))
 
 
+def test_what_someone_has_put_beside_the_names_of_a_run_does_not_matter():
+    """A bucket's console makes empty names for its folders, and file managers leave files of their own."""
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    strange = ["names/", "names/a/old", "anchors/", "anchors/notes.txt", "rounds/", "rounds/copy/commit", "rounds/x"]
+    strange += ["rounds/00000001/", "bodies/", "bodies/Thumbs.db", "bodies/copy/1", "probe/", "methods/"]
+    for name in strange:
+        store.create(name, b"")
+    _, reports = train(store, tx, "a", 12, keep_every=1)
+    assert all(report.counted for report in reports)
+    assert islands.status(store).round == islands.read(store, tx, begin(tx).params)[0] == 12
+    assert islands.status(store).sessions == {"a": 1}
+    # Old rounds are deleted as usual.
+    assert not any(name.startswith("bodies/00000000/") for name in store.list("bodies/"))
+    assert set(strange) - {"probe/"} <= set(store.list(""))
+
+
 def test_a_store_that_overwrites_is_refused_at_join():
     store = islands.memory()
     lying = store._replace(create=lambda name, body: store.put(name, body) is None)

@@ -173,6 +173,18 @@ def test_a_request_that_never_ends_holds_no_meeting(kind):
     assert sum(member.examples for commit in commits.values() for member in commit.members) == trained
 
 
+@pytest.mark.parametrize(("kind", "begin"), [("create", True), ("list", True), ("delete", True), ("get", False)])
+def test_a_store_that_is_silent_from_the_start_ends_join_after_the_patience(kind, begin):
+    tx, _, _ = counting()
+    gate = Gate(islands.memory(), lambda name, arguments: name == kind)
+    with (
+        pytest.raises(islands.StoreUnusableError, match=r"has not answered within patience=0\.2 s; check its address"),
+        islands.join(gate.store, tx, name="a", patience=0.2, begin=begin),
+    ):
+        pass
+    gate.open()
+
+
 def test_no_thread_asks_more_and_more_of_a_store_that_is_silent():
     tx, _, state = counting()
     gate = Gate(islands.memory(), lambda name, arguments: name == "list")

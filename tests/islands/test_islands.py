@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -278,13 +279,15 @@ def test_an_island_that_was_late_and_is_in_time_again_is_waited_for():
         assert island._late == 0
 
 
-@pytest.mark.parametrize("examples", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("examples", [float("nan"), float("inf"), -1.0, 1e39])
 def test_a_weight_that_would_spoil_the_mean_of_all_is_refused(examples):
     tx = method(inner=optax.sgd(0.1))
     with islands.join(islands.memory(), tx, name="a") as island:
         state = island.enter(begin(tx))
         for end in (island.meet, island.leave):
-            with pytest.raises(ValueError, match=f"examples must be at least 0 and finite, got {examples}"):
+            with pytest.raises(
+                ValueError, match=rf"examples must be in \[0, 3\.4\d*e\+38\), got {re.escape(str(examples))}"
+            ):
                 end(state, examples=examples)
         assert island.meet(state, examples=3)[1].counted
 
@@ -472,6 +475,18 @@ def test_what_meet_is_passed_replaces_what_the_steps_counted_and_a_tree_is_refus
         _, opt = local.update(params, state["opt"], params, sync=(), examples={"a": 1, "b": 2})
         with pytest.raises(ValueError, match="passed a tree as examples=, and counted 1 to 2"):
             island.meet({"params": params, "opt": opt})
+
+
+@pytest.mark.parametrize(("passed", "named"), [(np.nan, "nan"), (np.inf, "inf"), (-1.5, "-1.5")])
+def test_examples_of_the_steps_that_would_spoil_the_mean_of_all_are_refused(passed, named):
+    """Such as the mean of a mask without entries: one island must not make the parameters of all NaN."""
+    tx, step, state = counting(jnp.float32(passed))
+    store = islands.memory()
+    with islands.join(store, tx, name="a") as island:
+        state = step(step(island.enter(state)))
+        with pytest.raises(ValueError, match=f"have counted {named} examples since the last round"):
+            island.meet(state)
+        assert not any("/drift/" in name for name in store.list("rounds/"))
 
 
 def test_progress_of_an_earlier_round_keeps_its_weight():
