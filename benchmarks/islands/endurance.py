@@ -237,63 +237,88 @@ def sort_problem(problem):
 # The runs
 
 
+class Weather:
+    """What the proxy of a storm does to a request: `fail`."""
+
+    def __init__(self, seed):
+        from buckets import Fault, refusal
+
+        self._chance, self._fault = random.Random(seed), Fault
+        self._busy = refusal(503, "SlowDown")._replace(seconds=0.02)
+        self.away_until = 0.0
+
+    def fail(self, number, method, path):
+        left = self.away_until - time.monotonic()
+        if left > 0:
+            return self._fault(seconds=left)
+        kind, delay = self._chance.random(), 0.02 + 0.08 * self._chance.random()
+        if kind < 0.2:
+            return self._busy
+        if kind < 0.22:
+            return self._fault(cut=0, seconds=delay)
+        return self._fault(cut=100 if kind < 0.25 and method == "GET" else None, seconds=delay)
+
+
+class Storm:
+    """Islands over a bucket that fails, and what happens to them."""
+
+    def __init__(self, options, log, endpoint, weather):
+        self._options, self._log, self._endpoint, self._weather = options, log, endpoint, weather
+        self.jobs, self._current, self._draw = [], {}, random.Random(options.seed)
+
+    def play(self):
+        names = [f"island-{number}" for number in range(self._options.islands)]
+        for name in names:
+            self._start(name, len(names))
+        events = ["kill"] * self._options.kills + ["stop"] * self._options.stops
+        self._draw.shuffle(events)
+        if self._options.away:
+            events.insert(len(events) // 2, "away")
+        for number, event in enumerate(events):
+            reached = (number + 1) * self._options.rounds // (len(events) + 1)
+            self._wait_until(lambda reached=reached: self._newest() >= reached)
+            job = self._current[self._draw.choice(names)]
+            if event != "away":
+                # It has met since it began, and takes part.
+                self._wait_until(lambda job=job: len(job.reports()) > 1)
+                time.sleep(self._draw.random())
+            print(f"round {self._newest()}: {event} {job.name}", flush=True)
+            self._happen(event, job)
+        wait_for_ends(self._current.values())
+
+    def _happen(self, event, job):
+        if event == "away":
+            self._weather.away_until = time.monotonic() + self._options.away
+        elif event == "stop":
+            job.stop(STOP_SECONDS)
+        else:
+            job.kill()
+            self._start(job.name)
+
+    def _start(self, name, begin_with=1):
+        options = self._options
+        settings = {"round_timeout": options.timeout, "rounds": options.rounds, "pace": options.pace}
+        job = Job(self._log, name=name, endpoint=self._endpoint, begin_with=begin_with, **settings)
+        self._current[name] = job
+        self.jobs.append(job)
+
+    def _newest(self):
+        return max((report["round"] for job in self.jobs for report in job.reports()[-1:]), default=0)
+
+    def _wait_until(self, condition):
+        wait_until(condition, self._current.values())
+
+
 def play_storm(options, folder):
     """Kills, stops, and a server that fails."""
-    from buckets import Fault, Proxy, refusal, s3_server
+    from buckets import Proxy, s3_server
 
-    draw, chance, away_until = random.Random(options.seed), random.Random(options.seed + 1), 0.0
-    busy = refusal(503, "SlowDown")._replace(seconds=0.02)
-
-    def fail(number, method, path):
-        left = away_until - time.monotonic()
-        if left > 0:
-            return Fault(seconds=left)
-        kind = chance.random()
-        if kind < 0.2:
-            return busy
-        delay = 0.02 + 0.08 * chance.random()
-        if kind < 0.22:
-            return Fault(cut=0, seconds=delay)
-        return Fault(cut=100 if kind < 0.25 and method == "GET" else None, seconds=delay)
-
-    names, current, jobs = [f"island-{number}" for number in range(options.islands)], {}, []
-    events = ["kill"] * options.kills + ["stop"] * options.stops
-    draw.shuffle(events)
-    if options.away:
-        events.insert(len(events) // 2, "away")
-    with s3_server() as server, contextlib.closing(Proxy(server, fail)) as proxy, ended_at_last(jobs):
-
-        def start(name, begin_with=1):
-            settings = {"round_timeout": options.timeout, "rounds": options.rounds, "pace": options.pace}
-            current[name] = Job(folder, name=name, endpoint=proxy.url, begin_with=begin_with, **settings)
-            jobs.append(current[name])
-
-        def newest():
-            return max((report["round"] for job in jobs for report in job.reports()[-1:]), default=0)
-
-        for name in names:
-            start(name, options.islands)
-        for number, event in enumerate(events):
-            reached = (number + 1) * options.rounds // (len(events) + 1)
-            wait_until(lambda reached=reached: newest() >= reached, current.values())
-            job = current[draw.choice(names)]
-            if event == "away":
-                away_until = time.monotonic() + options.away
-                print(f"round {newest()}: away", flush=True)
-                continue
-            # It has met since it began, and takes part.
-            wait_until(lambda job=job: len(job.reports()) > 1, current.values())
-            time.sleep(draw.random())
-            print(f"round {newest()}: {event} {job.name}", flush=True)
-            if job.process.poll() is not None:
-                continue
-            if event == "kill":
-                job.kill()
-                start(job.name)
-            else:
-                job.stop(STOP_SECONDS)
-        wait_for_ends(current.values())
-        return summarize(jobs, options.timeout) | {
+    weather = Weather(options.seed)
+    with s3_server() as server, contextlib.closing(Proxy(server, weather.fail)) as proxy:
+        storm = Storm(options, folder, proxy.url, weather)
+        with ended_at_last(storm.jobs):
+            storm.play()
+        return summarize(storm.jobs, options.timeout) | {
             "kills": options.kills,
             "stops": options.stops,
             "away_seconds": options.away,
