@@ -157,6 +157,41 @@ def test_a_store_that_never_answers_is_refused_with_what_it_says(monkeypatch):
     assert len(set(calls)) == 3
 
 
+def test_a_store_that_is_busy_every_second_time_passes(monkeypatch):
+    """A probe has several requests: if all of them had to pass at once, few islands could join."""
+    monkeypatch.setattr("jaxdist.islands.store.PROBE_PAUSES", (0.0, 0.0))
+    store, calls = islands.memory(), []
+
+    def refuse_every_second(function):
+        def call(*arguments):
+            calls.append(arguments)
+            if len(calls) % 2:
+                raise ConnectionError("503 SlowDown")
+            return function(*arguments)
+
+        return call
+
+    check_usable(islands.SharedStore(*map(refuse_every_second, store)))
+    assert len(calls) > 5
+    assert store.list("") == []
+
+
+def test_a_probe_whose_answer_is_lost_is_no_store_that_overwrites(monkeypatch):
+    monkeypatch.setattr("jaxdist.islands.store.PROBE_PAUSES", (0.0, 0.0))
+    store, lost = islands.memory(), []
+
+    def create(name, body):
+        created = store.create(name, body)
+        if not lost:
+            lost.append(name)
+            raise ConnectionError("the answer was cut")
+        return created
+
+    check_usable(store._replace(create=create))
+    # A clean-up of the run deletes it.
+    assert store.list("") == lost
+
+
 def test_a_store_that_does_not_list_is_refused():
     with pytest.raises(islands.StoreUnusableError, match="does not list"):
         check_usable(islands.memory()._replace(list=lambda prefix: []))
