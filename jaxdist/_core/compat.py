@@ -135,8 +135,8 @@ def host_compute(f: Callable, outputs: int) -> Callable:
     return annotate(f, compute_type="device_host", out_memory_spaces=[jax.memory.Space.Host] * outputs)
 
 
-def is_on_host(x: Array) -> bool:
-    """Returns whether the type of `x` says that it is in host memory."""
+def is_on_host(x: Any) -> bool:
+    """Returns whether the type of `x`, an array or one of JAX's literals, says that it is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

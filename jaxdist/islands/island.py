@@ -76,7 +76,7 @@ def _examples_of(local: LocalStepsState) -> float:
 
 
 def _check_examples(local: LocalStepsState) -> None:
-    """Checks that all leaves have counted as many examples, since a drift has one weight, and that they can weigh it."""
+    """Checks that all leaves have counted as many examples, since a drift has one weight, and that it is a weight."""
     counted = to_host(local.examples.value)
     is_weight = np.isfinite(counted) & ((counted >= 0) | (counted == UNCOUNTED))
     if not is_weight.all():
