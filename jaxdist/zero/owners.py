@@ -99,34 +99,43 @@ class Deferred:
         """Computes a result and those of the same operations on other arrays: shards of them, or whole arrays."""
         position, kind = wanted.position, wanted.node.kind
         alike = [x for x in self.results if (x.position, x.node.kind) == (position, kind)]
-        self.settle(alike if wanted.node.has_products else [wanted], [whole] * len(alike))
+        # Without products there is nothing to divide, and others may never be needed.
+        chosen = alike if wanted.node.has_products else [wanted]
+        self.settle(chosen, [whole] * len(chosen))
 
     def settle(self, wanted: Sequence[Later], whole: Sequence[bool]) -> None:
         """Computes results; where `whole` is False, shards are enough."""
         flags = {(x.node.number, x.position): flag for x, flag in zip(wanted, whole, strict=True)}
         missing = list({(x.node.number, x.position): x for x in wanted if is_later(settled(x))}.values())
-        families = []
+        families, left = [], []
         for members in group_alike(missing, lambda x: (x.node.kind, x.position)):
             alike = [missing[i] for i in members]
             divided, rest = self._divide(alike, whole=any(flags[x.node.number, x.position] for x in alike))
             families += divided
-            for x in rest:
-                x.node.found[x.position] = self._compute_on_all(x)
+            left += rest
         self._compute_on_owners(families)
+        # At last: graphs of which some results are known already are no longer the same.
+        for x in left:
+            x.node.found[x.position] = self._compute_on_all(x)
 
     def _divide(self, alike: Sequence[Later], *, whole: bool) -> tuple[list["_Family"], Sequence[Later]]:
         """The results that owners compute, the same number of each, and those that all workers compute."""
         size = self.comm.size
-        if not alike[0].node.has_products or _find_needed([[x.node for x in alike]]) is None:
+        if not alike[0].node.has_products:
             return [], alike
         count = len(alike) // size * size
-        families = [_Family(alike[:count], count, whole)] if count else []
-        rest = alike[count:]
-        if len(rest) < FEWEST:
-            return families, rest
-        # Workers without one of the rest repeat the first, and their results are not sent whole.
-        padded = [*rest, *[rest[0]] * (size - len(rest))]
-        return [*families, _Family(padded, len(rest), whole)], []
+        even, rest = alike[:count], alike[count:]
+        families, left = [], []
+        if even and _find_needed([[x.node for x in even]]) is not None:
+            families.append(_Family(even, count, whole))
+        else:
+            left += even
+        if len(rest) >= FEWEST and _find_needed([[x.node for x in rest]]) is not None:
+            # Workers without one of the rest repeat the first, and their results are not sent whole.
+            families.append(_Family([*rest, *[rest[0]] * (size - len(rest))], len(rest), whole))
+        else:
+            left += rest
+        return families, left
 
     def _compute_on_all(self, wanted: Later) -> Array:
         for (node,) in _find_needed([[wanted.node]]) or ():
@@ -174,10 +183,7 @@ class Deferred:
         if is_part(column[0]):
             shape = column[0].shape
             return self.stacks[_key_of_shards(column)][:, : math.prod(shape)].reshape(count, *shape)
-        values = [x.value if isinstance(x, Uniform) else x for x in column]
-        if _are_same(values):
-            return jnp.broadcast_to(values[0], (count, *jnp.shape(values[0])))
-        rows = jnp.stack(values)
+        rows = jnp.stack(list(map(_value, column)))
         rows = rows.reshape(self.comm.size, count, *rows.shape[1:])
         return lax.dynamic_index_in_dim(self.comm.varying(rows), self.comm.index, keepdims=False)
 
@@ -237,11 +243,13 @@ class _Program:
         self.families = families
         self.needed = _find_needed([family.nodes for family in families]) or []
         columns = [column for nodes in self.needed for column in _columns(nodes) if not is_later(column[0])]
-        self.columns = list({_key(column): column for column in columns}.values())
+        # Equal numbers are not mapped over the arrays: a condition on them remains one.
+        self.shared = {_key(column): _value(column[0]) for column in columns if _are_same(column)}
+        self.columns = list({_key(column): column for column in columns if not _are_same(column)}.values())
 
     def run(self, values: Sequence[Any]) -> list[Array]:
         """The results for one array, from one value of each column."""
-        given = dict(zip(map(_key, self.columns), values, strict=True))
+        given = self.shared | dict(zip(map(_key, self.columns), values, strict=True))
         known: dict[tuple[int, ...], list[Array]] = {}
 
         def read(column: Sequence[Any]) -> Any:
@@ -295,8 +303,15 @@ def _key_of_shards(column: Sequence[Part]) -> tuple[int, ...]:
     return tuple(id(x.value) for x in column)
 
 
-def _are_same(values: Sequence[Any]) -> bool:
-    """Whether these are one value, or equal numbers."""
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, Uniform) else x
+
+
+def _are_same(column: Sequence[Any]) -> bool:
+    """Whether all workers have these values, and they are one value, or equal numbers."""
+    if is_part(column[0]):
+        return False
+    values = list(map(_value, column))
     first = values[0]
     if all(x is first for x in values):
         return True
@@ -306,9 +321,9 @@ def _are_same(values: Sequence[Any]) -> bool:
 def _describe_operand(x: Any) -> Any:
     if is_later(x):
         return "later", x.node.kind, x.position
-    kind = "part" if is_part(x) else "uniform" if isinstance(x, Uniform) else "array"
-    value = x.value if kind != "array" else x
-    return kind, x.shape if kind != "array" else jnp.shape(x), jnp.result_type(value)
+    if is_part(x) or isinstance(x, Uniform):
+        return type(x), x.shape, str(jax.typeof(x.value))
+    return "array", str(jax.typeof(x))
 
 
 def _is_local(equation: Any) -> bool:

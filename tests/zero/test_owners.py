@@ -98,22 +98,31 @@ def shampoo(rate, *, leaf_by_leaf=False):
         square = jax.tree.map(lambda p: jnp.zeros((p.shape[0], p.shape[0])) if p.ndim == 2 else jnp.zeros(()), params)
         return Factors(square, jax.tree.map(jnp.zeros_like, params))
 
-    def update_leaf(g, left, moment):
-        if g.ndim != 2:
-            return -rate * g, left, moment
-        left = 0.9 * left + g @ g.T
-        basis = jnp.linalg.qr(left + jnp.eye(left.shape[0]))[0]
-        turned = basis.T @ g
-        moment = 0.9 * moment + turned**2
-        return -rate * (basis @ (turned / (jnp.sqrt(moment) + 1e-3))), left, moment
+    def add(left, g):
+        return 0.9 * left + g @ g.T if g.ndim == 2 else left
+
+    def turn(left, g):
+        return jnp.linalg.qr(left + jnp.eye(left.shape[0]))[0].T @ g if g.ndim == 2 else g
+
+    def turn_back(left, x):
+        return jnp.linalg.qr(left + jnp.eye(left.shape[0]))[0] @ x if x.ndim == 2 else x
+
+    def update_tree(g, state, params):
+        left = jax.tree.map(add, state.left, g)
+        turned = jax.tree.map(turn, left, g)
+        moments = jax.tree.map(lambda m, x: 0.9 * m + x**2, state.moments, turned)
+        scaled = jax.tree.map(lambda x, m: x / (jnp.sqrt(m) + 1e-3), turned, moments)
+        updates = jax.tree.map(lambda l, x, p: -rate * turn_back(l, x) - 0.01 * p, left, scaled, params)
+        return updates, Factors(left, moments)
 
     def update_fn(updates, state, params=None):
+        if not leaf_by_leaf:
+            return update_tree(updates, state, params)
         leaves, tree = jax.tree.flatten(updates)
-        rows = list(zip(leaves, *map(tree.flatten_up_to, state), strict=True))
-        found = [update_leaf(*row) for row in rows]
-        decay = [0.01 * p for p in tree.flatten_up_to(params)]
-        new = [u - d for (u, _, _), d in zip(found, decay, strict=True)]
-        return tree.unflatten(new), Factors(*(tree.unflatten([x[i] for x in found]) for i in (1, 2)))
+        others = [tree.flatten_up_to(x) for x in (*state, params)]
+        found = [update_tree(g, Factors(*both), p) for g, *both, p in zip(leaves, *others, strict=True)]
+        new = [tree.unflatten(x) for x in zip(*(state for _, state in found), strict=True)]
+        return tree.unflatten([u for u, _ in found]), Factors(*new)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -137,6 +146,8 @@ OPTIMIZERS = {
     "inject": optax.inject_hyperparams(optax.contrib.muon)(learning_rate=1e-2),
     "if finite": optax.apply_if_finite(optax.contrib.muon(1e-2), 3),
     "soap": shampoo(1e-2),
+    "soap, leaf by leaf": shampoo(1e-2, leaf_by_leaf=True),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
     "callback": by_callback(1e-2),
 }
 
@@ -304,6 +315,25 @@ def test_products_and_bytes_in_stage_3():
     sent = 3 / 4 * 4 * 32 * 32 * 8 * 2 / 4
     norms_and_batch = 2 * 3 / 4 * 4 * (8 + 1)
     assert wire_bytes(program) == sent + norms_and_batch
+
+
+def test_a_condition_on_the_count_remains_one():
+    """Products in every second step: not both branches, of which one is chosen."""
+
+    def update_fn(updates, state, params=None):
+        def multiply(g):
+            # A loop is evaluated as a whole, with its condition inside.
+            return jax.lax.fori_loop(
+                0, 2, lambda i, x: jax.lax.cond((state + i) % 2 == 0, lambda x: x @ x, lambda x: x, x), g
+            )
+
+        return jax.tree.map(lambda g: -0.01 * multiply(g), updates), state + 1
+
+    inner = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update_fn)
+    start = equal_matrices(8, 6)
+    assert_close(run(jd.zero_redundancy(inner), 4, start).params, run_alone(inner, start), 1e-4)
+    text = compile_step(jd.zero_redundancy(inner), start).as_text()
+    assert "conditional(" in text
 
 
 def test_masters_are_not_sent():
