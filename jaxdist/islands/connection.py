@@ -31,6 +31,8 @@ LEAST_SECONDS = 0.1
 # Processes that wait for process 0 do so in a collective, which has a time limit of its own; and a log says what takes
 # longer.
 SLICE = 5.0
+# Seconds between two warnings of failures of one kind.
+LEAST_SILENCE = 1.0
 # Names that one request deletes, so that it holds up a meeting by no more than a moment.
 DELETED_AT_ONCE = 200
 # Names of errors of obstore that no second try mends; all libraries raise `PermissionError` or derive from it, but it.
@@ -146,6 +148,8 @@ class Connection:
         if foreground is None:
             self._uploads, self._deletions, self._requests = Lane(), Lane(), Lane()
             self._lock, self._traffic = threading.Lock(), StoreTraffic()
+            # When the log was last told of failures of a kind.
+            self._told: dict[tuple[str, type[BaseException]], float] = {}
             # Seconds that a small request takes.
             self._seconds = 0.0
             # Bytes that were read ahead, by name; never others than those in the store.
@@ -291,8 +295,17 @@ class Connection:
         problem = f"{type(request.error).__name__}: {request.error}"
         self._count(kind, arguments, request, tries, problem)
         self.problem = problem
-        logger.warning("%s failed, try %d: %s", _describe(kind, arguments), tries + 1, problem)
+        level = logging.WARNING if self._is_news(kind, type(request.error)) else logging.DEBUG
+        logger.log(level, "%s failed, try %d: %s", _describe(kind, arguments), tries + 1, problem)
         return "refused" if _is_refusal(request.error) else "failed", problem
+
+    def _is_news(self, kind: str, error: type[BaseException]) -> bool:
+        """Whether such a failure was not told within the last second: a store that is away fails at once."""
+        told, now = self._shared._told, time.monotonic()
+        if now - told.get((kind, error), -LEAST_SILENCE) < LEAST_SILENCE:
+            return False
+        told[kind, error] = now
+        return True
 
     def _lane_of(self, kind: str) -> Lane:
         if kind == "put":

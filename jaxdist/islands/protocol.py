@@ -162,7 +162,7 @@ def number_in(name: str) -> int:
 
 
 def is_of_run(name: str) -> bool:
-    """Whether a name may be one of the protocol: others have got there by hand, as the folders of a bucket's console."""
+    """Whether a name may be one of the protocol: others got there by hand, as the folders of a bucket's console."""
     form = _FORMS.get(name.partition("/")[0])
     return form is None or form.fullmatch(name) is not None
 

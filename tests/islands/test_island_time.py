@@ -375,6 +375,57 @@ def test_an_island_and_round_take_at_most_ten_requests():
     assert sum(report.requests for report in reports) / len(reports) <= 10
 
 
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_log_tells_of_a_store_that_is_away_and_does_not_fill_up(caplog):
+    """A hundred meetings in a moment: what has changed, and each kind of failure once a second."""
+    tx, _, state = counting()
+    caplog.set_level(logging.INFO, logger="jaxdist.islands")
+    broken = []
+
+    def around(number, name, function, arguments):
+        if broken:
+            raise PermissionError("the token has expired")
+        return function(*arguments)
+
+    with entered(wrap(islands.memory(), around), tx, state) as (island, state):
+        broken.append(True)
+        started = time.monotonic()
+        for _ in range(100):
+            state, report = island.meet(state)
+            assert report.offline
+        seconds = time.monotonic() - started
+        broken.clear()
+        while not report.counted:
+            state, report = island.meet(state)
+    told = warnings_of(caplog)
+    assert sum("a is offline, and trains on for patience=60 s: " in one for one in told) == 1
+    assert any(one.startswith("get('run.json') failed, try 1: PermissionError: the token has expired") for one in told)
+    assert len(told) <= 1 + len(islands.SharedStore._fields) * (seconds + 1)
+    assert "a is back, after " in caplog.text
+
+
+def test_a_log_tells_what_an_island_waits_for(caplog):
+    tx, _, state = counting()
+    options = {"round_timeout": 0.01, "patience": 0.2}
+    with (
+        islands.join(islands.memory(), tx, name="a", begin_with=2, **options) as island,
+        pytest.raises(islands.TooFewIslandsError),
+    ):
+        island.enter(state)
+    assert warnings_of(caplog) == ["waiting for begin_with=2 islands, a so far"]
+    caplog.clear()
+    with islands.join(islands.memory(), tx, name="a", quorum=2, **options) as island:
+        state = island.enter(state)
+        state, _ = island.meet(state)
+        time.sleep(0.3)
+        with pytest.raises(islands.TooFewIslandsError):
+            island.meet(state)
+    assert warnings_of(caplog) == ["round 0 waits for quorum=2 islands and has 1: an error after patience=0.2 s"]
+
+
 def test_a_lonely_round_is_told_once_with_what_mends_it(caplog):
     store, tx = islands.memory(), method(inner=optax.sgd(0.1))
     with (
