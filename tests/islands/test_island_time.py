@@ -185,6 +185,23 @@ def test_a_store_that_is_silent_from_the_start_ends_join_after_the_patience(kind
     gate.open()
 
 
+def test_progress_that_an_island_has_left_with_is_sent_no_more():
+    """Its upload ends after that; the state that `leave` returned has the progress, and may enter again."""
+    tx, step, state = counting()
+    gate = Gate(islands.memory(), is_body)
+    gate.open()
+    with entered(gate.store, tx, state) as (island, state):
+        gate._open.clear()
+        state, report = island.leave(train_round(step, state))
+        assert (report.counted, report.uploading) == (False, True)
+        gate.open()
+        wait_for_threads(island)
+    assert not any("/drift/" in name for name in gate.base.list(protocol.round_name(1, "")))
+    with islands.join(gate.store, tx, name="a", round_timeout=0.3) as island:
+        _, report = island.meet(island.enter(state))
+    assert report.examples == 6.0
+
+
 def test_no_thread_asks_more_and_more_of_a_store_that_is_silent():
     tx, _, state = counting()
     gate = Gate(islands.memory(), lambda name, arguments: name == "list")
