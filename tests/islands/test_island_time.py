@@ -202,6 +202,46 @@ def test_progress_that_an_island_has_left_with_is_sent_no_more():
     assert report.examples == 6.0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_problem_names_the_request_that_is_silent_and_not_one_that_waits_for_it(overlap):
+    """One thread asks: after a `create` that hangs all others wait, though the store would answer them."""
+    tx, _, state = counting()
+    gate = Gate(islands.memory(), lambda name, arguments: name == "create")
+    gate.open()
+    with islands.join(gate.store, tx, name="a", round_timeout=0.05, patience=60, overlap=overlap) as island:
+        state = island.enter(state)
+        gate._open.clear()
+        for _ in range(3):
+            state, report = island.meet(state)
+        assert report.offline
+        assert "has not answered create('rounds/00000000/drift/a') within " in report.problem
+        gate.open()
+
+
+def test_an_island_whose_bodies_are_read_ahead_is_late_and_not_offline():
+    """A slow downlink, with `overlap`: what a meeting asks waits for a body that is on its way."""
+    tx, _, state = counting()
+    base = islands.memory()
+    gate = Gate(base, lambda name, arguments: name == "get" and arguments[0].startswith("bodies/"))
+    gate.open()
+    with (
+        islands.join(base, tx, name="a", round_timeout=0.05, patience=60) as first,
+        islands.join(gate.store, tx, name="b", round_timeout=0.2, patience=60, overlap=True) as second,
+    ):
+        mine, other = first.enter(state), second.enter(state)
+        for _ in range(2):
+            other, _ = second.meet(other)
+            mine, _ = first.meet(mine)
+        gate._open.clear()
+        for _ in range(4):
+            mine, _ = first.meet(mine)
+            other, report = second.meet(other)
+        assert gate.held
+        assert report.late
+        assert not report.offline
+        gate.open()
+
+
 def test_no_thread_asks_more_and_more_of_a_store_that_is_silent():
     tx, _, state = counting()
     gate = Gate(islands.memory(), lambda name, arguments: name == "list")
