@@ -7,6 +7,7 @@ and all that read a commit would have to ask whether it is the first.
 """
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -17,6 +18,8 @@ from .connection import Connection
 from .protocol import Anchor, number_in
 
 KEPT_ANCHORS = 2
+# No probe of an island that joins takes so many seconds: older ones are those of processes that died.
+PROBE_SECONDS = 600.0
 
 
 def last_forgotten(anchors: Sequence[str], rounds: int) -> int:
@@ -60,8 +63,8 @@ class Cleaner:
     def __init__(self, store: Connection):
         self._store = store.in_background(urgent=False)
         self._thread: threading.Thread | None = None
-        # Names of probes that an earlier clean-up saw: no probe takes so long.
-        self._probes: set[str] = set()
+        # When a clean-up first saw each probe.
+        self._probes: dict[str, float] = {}
         self._problem: BaseException | None = None
 
     def start(
@@ -92,9 +95,10 @@ class Cleaner:
             with suppress(ConnectionError):
                 keep_anchor(self._store, number, digest, counted, arrays)
                 forget_rounds(self._store, rounds)
-                probes = set(self._store.list("probe/"))
-                self._store.delete_many(sorted(self._probes & probes))
-                self._probes = probes
+                now = time.monotonic()
+                self._probes = {name: self._probes.get(name, now) for name in self._store.list("probe/")}
+                old = [name for name, seen in self._probes.items() if now - seen >= PROBE_SECONDS]
+                self._store.delete_many(old)
         # For the thread that starts the next one: this is no error of a store.
         except BaseException as problem:
             self._problem = problem

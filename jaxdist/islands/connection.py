@@ -31,6 +31,8 @@ LEAST_SECONDS = 0.1
 # Processes that wait for process 0 do so in a collective, which has a time limit of its own; and a log says what takes
 # longer.
 SLICE = 5.0
+# Seconds between two warnings of failures of one kind.
+LEAST_SILENCE = 1.0
 # Names that one request deletes, so that it holds up a meeting by no more than a moment.
 DELETED_AT_ONCE = 200
 # Names of errors of obstore that no second try mends; all libraries raise `PermissionError` or derive from it, but it.
@@ -62,12 +64,21 @@ class StoreTraffic(NamedTuple):
 class Request:
     """A call of a function of a store by another thread; `done` is set when `answer` or `error` is there."""
 
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]):
-        self._function, self._arguments = function, arguments
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: str = ""):
+        self._function, self._arguments, self.kind = function, arguments, kind
         self.done, self.has_begun, self.is_dropped = threading.Event(), False, False
         self.answer: Any = None
         self.error: BaseException | None = None
         self.ended_at = self.seconds = 0.0
+
+    @property
+    def name(self) -> str:
+        """What it asks for."""
+        return _name_of(self._arguments)
+
+    def describe(self) -> str:
+        """The call, for messages."""
+        return _describe(self.kind, self._arguments)
 
     def run(self) -> None:
         """Calls the function, unless it was dropped."""
@@ -91,6 +102,8 @@ class Lane:
     def __init__(self):
         self._lock, self._count = threading.Lock(), itertools.count()
         self._waiting: list[tuple[bool, int, Request]] = []
+        # Which the others wait for.
+        self.running: Request | None = None
         self._is_running = False
 
     def submit(self, request: Request, *, urgent: bool) -> None:
@@ -105,9 +118,10 @@ class Lane:
         while True:
             with self._lock:
                 if not self._waiting:
-                    self._is_running = False
+                    self._is_running, self.running = False, None
                     return
                 *_, request = heapq.heappop(self._waiting)
+                self.running = request
             request.run()
 
 
@@ -146,6 +160,8 @@ class Connection:
         if foreground is None:
             self._uploads, self._deletions, self._requests = Lane(), Lane(), Lane()
             self._lock, self._traffic = threading.Lock(), StoreTraffic()
+            # When the log was last told of failures of a kind.
+            self._told: dict[tuple[str, type[BaseException]], float] = {}
             # Seconds that a small request takes.
             self._seconds = 0.0
             # Bytes that were read ahead, by name; never others than those in the store.
@@ -244,10 +260,8 @@ class Connection:
                 pause = min(2 * pause, LONGEST_PAUSE)
             elif now >= max(self.deadline + GRACE, asked_at + LEAST_SECONDS) or self.closed.is_set():
                 self._let_go(kind, arguments)
-                raise _UnansweredError(
-                    f"the store has not answered {_describe(kind, arguments)} within {now - asked_at:.1f} s",
-                    str(arguments[0]),
-                )
+                what, name = answer
+                raise _UnansweredError(f"the store has not answered {what} within {now - asked_at:.1f} s", name)
 
     def agree(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What a function returns in process 0, in all processes: what JSON can hold, or a pair that ends in bytes."""
@@ -269,18 +283,20 @@ class Connection:
         """Waits for a request, which it begins if there is none; returns its state, and the answer or the problem."""
         if kind == "get" and arguments[0] in self._shared.read_ahead:
             return "answered", self._shared.read_ahead[arguments[0]]
-        key = (kind, *arguments)
+        key, lane = (kind, *arguments), self._shared._lane_of(kind)
         request = self._under_way.get(key)
         # What was not there when an earlier call asked may have come.
         if request is None or (request.done.is_set() and request.ended_at < asked_at and _has_aged(kind, request)):
-            request = Request(getattr(self.store, kind), _plain(arguments))
+            request = Request(getattr(self.store, kind), _plain(arguments), kind)
             self._under_way[key] = request
-            self._shared._lane_of(kind).submit(request, urgent=self._urgent)
+            lane.submit(request, urgent=self._urgent)
         left = max(self.deadline + GRACE, asked_at + LEAST_SECONDS) - time.monotonic()
         if not request.done.wait(max(min(SLICE, left), 0.0)):
+            # A request that has not begun waits for another one, which is the one to name.
+            running = request if request.has_begun else lane.running or request
             if left > SLICE and not self.closed.is_set():
-                logger.warning("waiting for the store: no answer yet to %s", _describe(kind, arguments))
-            return "under way", None
+                logger.warning("waiting for the store: no answer yet to %s", running.describe())
+            return "under way", [running.describe(), running.name]
         del self._under_way[key]
         if request.error is None:
             self._count(kind, arguments, request, tries)
@@ -291,8 +307,17 @@ class Connection:
         problem = f"{type(request.error).__name__}: {request.error}"
         self._count(kind, arguments, request, tries, problem)
         self.problem = problem
-        logger.warning("%s failed, try %d: %s", _describe(kind, arguments), tries + 1, problem)
+        level = logging.WARNING if self._is_news(kind, type(request.error)) else logging.DEBUG
+        logger.log(level, "%s failed, try %d: %s", _describe(kind, arguments), tries + 1, problem)
         return "refused" if _is_refusal(request.error) else "failed", problem
+
+    def _is_news(self, kind: str, error: type[BaseException]) -> bool:
+        """Whether such a failure was not told within the last second: a store that is away fails at once."""
+        told, now = self._shared._told, time.monotonic()
+        if now - told.get((kind, error), -LEAST_SILENCE) < LEAST_SILENCE:
+            return False
+        told[kind, error] = now
+        return True
 
     def _lane_of(self, kind: str) -> Lane:
         if kind == "put":
@@ -359,8 +384,12 @@ def _plain(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _describe(kind: str, arguments: tuple[Any, ...]) -> str:
-    what = f"{len(arguments[0])} names" if isinstance(arguments[0], tuple) else repr(arguments[0])
+    what = f"{len(arguments[0])} names" if isinstance(arguments[0], tuple | list) else repr(arguments[0])
     return f"{kind}({what})"
+
+
+def _name_of(arguments: tuple[Any, ...]) -> str:
+    return arguments[0] if arguments and isinstance(arguments[0], str) else ""
 
 
 def _is_refusal(error: Exception) -> bool:

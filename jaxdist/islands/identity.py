@@ -50,6 +50,7 @@ PATTERN_ENTRIES = 2**16
 OUTER_STEPS = 3
 # Differences that a message names.
 MOST_NUMBERS = 8
+RESTORE = "restore them from a copy, or begin a new run in an empty folder, from a checkpoint"
 NEW_RUN = "use the model and the method of the run, or begin a new run in an empty folder"
 
 
@@ -310,7 +311,10 @@ def _read_method(store: Connection, described: dict[str, Any], place: str) -> di
     name = method_name(str(described.get("id")))
     body = store.get(name)
     if body is None:
-        raise DamagedError(f"{place} has a run.json, and no {name}, which describes the method of its run")
+        raise DamagedError(
+            f"{place} has a run.json, and no {name}, which describes the method of its run; restore it from a copy, or "
+            "begin a new run in an empty folder, from a checkpoint"
+        )
     return read_description(body, name)
 
 

@@ -326,17 +326,21 @@ class Island:
 
     def _check_offline(self, problem: str | None) -> None:
         """Raises OfflineError where the store has been away for the patience."""
-        now = self._store.now()
+        now, patience = self._store.now(), self._options.patience
         if problem is None:
+            if self._offline_since is not None:
+                seconds = now - self._offline_since
+                logger.info("%s is back, after %.0f s without the store", self._options.name, seconds)
             self._offline_since = None
             return
         if self._offline_since is None:
             self._offline_since = now
+            logger.warning("%s is offline, and trains on for patience=%g s: %s", self._options.name, patience, problem)
         seconds = now - self._offline_since
-        if seconds > self._options.patience:
+        if seconds > patience:
             raise OfflineError(
                 f"{self._options.name!r} has been offline for {seconds:.0f} s, longer than patience="
-                f"{self._options.patience:g}: {problem}; mend the store or its rights, and start this island again"
+                f"{patience:g}: {problem}; mend the store or its rights, and start this island again"
             )
 
     def _note(self, **changes: Any) -> None:
@@ -722,12 +726,16 @@ class Island:
 
     def _await_first(self) -> None:
         """Waits for `begin_with` islands before the first round, so that none of them begins alone."""
+        told: frozenset[str] = frozenset()
         while self._replay.round == 0 and self._options.begin_with > 1:
             names = self._store.list(round_name(0, ""))
             seen = protocol.see(name.removeprefix(round_name(0, "")) for name in names)
             enough = len(seen.here | seen.drifts) >= self._options.begin_with
             if enough or seen.committed or run.is_forgotten(self._store, 0, self._replay.rounds):
                 return
+            if seen.here != told:
+                told, least = seen.here, self._options.begin_with
+                logger.warning("waiting for begin_with=%d islands, %s so far", least, ", ".join(sorted(told)))
             if self._store.now() > self._store.deadline:
                 raise TooFewIslandsError(
                     f"{len(seen.here)} of begin_with={self._options.begin_with} islands came within "
@@ -738,6 +746,8 @@ class Island:
     def _check_patience(self, count: int, now: float) -> None:
         if self._too_few_since is None:
             self._too_few_since = now
+            text = "round %d waits for quorum=%d islands and has %d: an error after patience=%g s"
+            logger.warning(text, self._replay.round, self._options.quorum, count, self._options.patience)
         if now - self._too_few_since > self._options.patience:
             raise TooFewIslandsError(
                 f"only {count} islands for {self._options.patience} s, and a round needs quorum="

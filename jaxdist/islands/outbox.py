@@ -85,6 +85,9 @@ class Sender:
             started = time.monotonic()
             self._store.put(body_name(self._place), self._body)
             self.upload_seconds = time.monotonic() - started
+            if self._store.closed.is_set():
+                # Who has left with this progress may send it again.
+                return
             name, record = self.record
             self.created = name, self._store.create(name, record), time.monotonic()
             self.is_sent.set()

@@ -4,6 +4,7 @@ The state of a run follows from the bytes in the store alone: kept global parame
 every process that reads them (`Replay`) computes the same bits, whether it takes part or only evaluates.
 """
 
+import logging
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -35,6 +36,8 @@ from .exchange import (
     zeros_like,
 )
 from .protocol import Anchor, Commit, most_rounds
+
+logger = logging.getLogger("jaxdist.islands")
 
 # Seconds between two looks for kept parameters that a listing does not show yet.
 LOOK_PAUSE = 0.1
@@ -189,6 +192,7 @@ class Replay:
         Raises:
           DamagedError: there are none, or none are whole; it names the newest.
         """
+        is_told = False
         while True:
             # A listing may come late; the parameters that a run begins with have a known name.
             names, damage = self._store.list("anchors/")[-KEPT_ANCHORS:] or [protocol.anchor_name(0)], None
@@ -209,7 +213,13 @@ class Replay:
             if damage is not None and not (len(kept) == KEPT_ANCHORS and names[0] < kept[0]):
                 raise damage
             if self._store.now() > self._store.deadline:
-                raise damage or DamagedError("the store lists no kept global parameters, though the run has begun")
+                raise damage or DamagedError(
+                    f"the store lists no kept global parameters that are there ({', '.join(names)}), though the run "
+                    f"has begun; {identity.RESTORE}"
+                )
+            if not is_told:
+                logger.warning("waiting for kept global parameters: the store lists none that are there")
+            is_told = True
             self._store.sleep(LOOK_PAUSE)
 
     def _load(self, name: str, local: LocalStepsState) -> tuple[protocol.Anchor, LocalStepsState] | None:
@@ -223,7 +233,7 @@ class Replay:
             # Only the record stays of the parameters that a run began with.
             return None
         if body is None:
-            raise DamagedError(f"the store has no body {anchor.body}, which {name} names")
+            raise DamagedError(f"the store has no body {anchor.body}, which {name} names; {identity.RESTORE}")
         like = select_shared(local)
         shared = restore_shared(protocol.unpack(anchor.body, body, describe_shared(like)), like)
         return anchor, with_shared(local, shared)

@@ -27,6 +27,7 @@ from islands_run import (
 from problems import assert_close
 
 from jaxdist import islands
+from jaxdist.islands import cleanup
 
 
 @pytest.mark.slow
@@ -151,6 +152,20 @@ def test_the_older_process_of_a_name_stops():
         with pytest.raises(islands.NameTakenError, match="'a'"):
             old.meet(first)
         new.meet(second)
+
+
+def test_the_probe_of_an_island_that_joins_slowly_stays(monkeypatch):
+    """Without it the store would seem to create a name twice; those of processes that died go."""
+    store, tx = islands.memory(), method()
+    with islands.join(store, tx, name="a", keep_every=1) as island:
+        state = island.enter(begin(tx))
+        store.create("probe/slow", b"first")
+        for seconds, expected in ((600.0, ["probe/slow"]), (0.0, [])):
+            monkeypatch.setattr(cleanup, "PROBE_SECONDS", seconds)
+            for _ in range(3):
+                state, _ = island.meet(state)
+                wait_for_threads(island)
+            assert store.list("probe/") == expected
 
 
 def test_old_rounds_go_and_a_straggler_jumps_over_them():

@@ -185,6 +185,63 @@ def test_a_store_that_is_silent_from_the_start_ends_join_after_the_patience(kind
     gate.open()
 
 
+def test_progress_that_an_island_has_left_with_is_sent_no_more():
+    """Its upload ends after that; the state that `leave` returned has the progress, and may enter again."""
+    tx, step, state = counting()
+    gate = Gate(islands.memory(), is_body)
+    gate.open()
+    with entered(gate.store, tx, state) as (island, state):
+        gate._open.clear()
+        state, report = island.leave(train_round(step, state))
+        assert (report.counted, report.uploading) == (False, True)
+        gate.open()
+        wait_for_threads(island)
+    assert not any("/drift/" in name for name in gate.base.list(protocol.round_name(1, "")))
+    with islands.join(gate.store, tx, name="a", round_timeout=0.3) as island:
+        _, report = island.meet(island.enter(state))
+    assert report.examples == 6.0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_problem_names_the_request_that_is_silent_and_not_one_that_waits_for_it(overlap):
+    """One thread asks: after a `create` that hangs all others wait, though the store would answer them."""
+    tx, _, state = counting()
+    gate = Gate(islands.memory(), lambda name, arguments: name == "create")
+    gate.open()
+    with islands.join(gate.store, tx, name="a", round_timeout=0.05, patience=60, overlap=overlap) as island:
+        state = island.enter(state)
+        gate._open.clear()
+        for _ in range(3):
+            state, report = island.meet(state)
+        assert report.offline
+        assert "has not answered create('rounds/00000000/drift/a') within " in report.problem
+        gate.open()
+
+
+def test_an_island_whose_bodies_are_read_ahead_is_late_and_not_offline():
+    """A slow downlink, with `overlap`: what a meeting asks waits for a body that is on its way."""
+    tx, _, state = counting()
+    base = islands.memory()
+    gate = Gate(base, lambda name, arguments: name == "get" and arguments[0].startswith("bodies/"))
+    gate.open()
+    with (
+        islands.join(base, tx, name="a", round_timeout=0.05, patience=60) as first,
+        islands.join(gate.store, tx, name="b", round_timeout=0.2, patience=60, overlap=True) as second,
+    ):
+        mine, other = first.enter(state), second.enter(state)
+        for _ in range(2):
+            other, _ = second.meet(other)
+            mine, _ = first.meet(mine)
+        gate._open.clear()
+        for _ in range(4):
+            mine, _ = first.meet(mine)
+            other, report = second.meet(other)
+        assert gate.held
+        assert report.late
+        assert not report.offline
+        gate.open()
+
+
 def test_no_thread_asks_more_and_more_of_a_store_that_is_silent():
     tx, _, state = counting()
     gate = Gate(islands.memory(), lambda name, arguments: name == "list")
@@ -373,6 +430,57 @@ def test_an_island_and_round_take_at_most_ten_requests():
     reports = [report for _, reports in found.values() for report in reports[1:]]
     assert all(report.counted and not report.late for report in reports)
     assert sum(report.requests for report in reports) / len(reports) <= 10
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_log_tells_of_a_store_that_is_away_and_does_not_fill_up(caplog):
+    """A hundred meetings in a moment: what has changed, and each kind of failure once a second."""
+    tx, _, state = counting()
+    caplog.set_level(logging.INFO, logger="jaxdist.islands")
+    broken = []
+
+    def around(number, name, function, arguments):
+        if broken:
+            raise PermissionError("the token has expired")
+        return function(*arguments)
+
+    with entered(wrap(islands.memory(), around), tx, state) as (island, state):
+        broken.append(True)
+        started = time.monotonic()
+        for _ in range(100):
+            state, report = island.meet(state)
+            assert report.offline
+        seconds = time.monotonic() - started
+        broken.clear()
+        while not report.counted:
+            state, report = island.meet(state)
+    told = warnings_of(caplog)
+    assert sum("a is offline, and trains on for patience=60 s: " in one for one in told) == 1
+    assert any(one.startswith("get('run.json') failed, try 1: PermissionError: the token has expired") for one in told)
+    assert len(told) <= 1 + len(islands.SharedStore._fields) * (seconds + 1)
+    assert "a is back, after " in caplog.text
+
+
+def test_a_log_tells_what_an_island_waits_for(caplog):
+    tx, _, state = counting()
+    options = {"round_timeout": 0.01, "patience": 0.2}
+    with (
+        islands.join(islands.memory(), tx, name="a", begin_with=2, **options) as island,
+        pytest.raises(islands.TooFewIslandsError),
+    ):
+        island.enter(state)
+    assert warnings_of(caplog) == ["waiting for begin_with=2 islands, a so far"]
+    caplog.clear()
+    with islands.join(islands.memory(), tx, name="a", quorum=2, **options) as island:
+        state = island.enter(state)
+        state, _ = island.meet(state)
+        time.sleep(0.3)
+        with pytest.raises(islands.TooFewIslandsError):
+            island.meet(state)
+    assert warnings_of(caplog) == ["round 0 waits for quorum=2 islands and has 1: an error after patience=0.2 s"]
 
 
 def test_a_lonely_round_is_told_once_with_what_mends_it(caplog):
