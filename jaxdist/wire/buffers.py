@@ -22,6 +22,8 @@ MULTIPLE = 8
 # The entries from which on a leaf is not stacked with others.
 LARGE = 2**20
 LARGEST_START = 2**31 - 1
+# The time that XLA:CPU takes to compile grows with the square of the parts of one buffer.
+FEW = 32
 
 
 def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
@@ -30,7 +32,8 @@ def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
     On CPU payloads and small vectors are written into the result one by one: XLA would fuse the operations that compute
     them into the concatenation, and such a fusion computes all of them at every element of the result, on one thread. A
     few bias gradients made a small step 15 times slower, and packing the payloads of 10 million entries took four times
-    as long. Floating matrices come from products, which are not fused, and writing them costs compile time.
+    as long. Floating matrices come from products, which are not fused, and writing them costs compile time; of many
+    arrays a barrier keeps the operations apart, which costs none.
     """
     batch = 1 if rows else 0
     sizes = [math.prod(array.shape[batch:]) for array in arrays]
@@ -45,6 +48,9 @@ def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
     written = [i for i, is_apart in enumerate(apart) if is_apart]
 
     def write_each(*vectors: Array) -> Array:
+        # A write of each would take most of the time to compile.
+        if len(written) > FEW:
+            return concatenate_all(*lax.optimization_barrier(vectors))
         parts = [jnp.zeros_like(x) if is_apart else x for x, is_apart in zip(vectors, apart)]
         flat = jnp.concatenate(parts, axis=-1)
         # First one entry of a payload: a write into zeros becomes a padding, which is fused like a concatenation.
@@ -60,6 +66,29 @@ def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
     if starts[-1] > LARGEST_START:
         return concatenate_all(*vectors)
     return lax.platform_dependent(*vectors, cpu=write_each, default=concatenate_all)
+
+
+def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
+    """The inverse of `concatenate`: `[*batch, Σ n]` -> `[*batch, n]` for each size; a remainder is left out.
+
+    Many parts are cut on CPU from a few pieces of the buffer, which takes one more copy, and a third of the time to
+    compile 400 parts.
+    """
+    if len(sizes) <= FEW:
+        return _cut(flat, sizes)
+
+    def in_two_steps(flat: Array) -> tuple[Array, ...]:
+        step = math.isqrt(len(sizes))
+        groups = [sizes[i : i + step] for i in range(0, len(sizes), step)]
+        pieces = lax.optimization_barrier(tuple(_cut(flat, [sum(group) for group in groups])))
+        return tuple(part for piece, group in zip(pieces, groups) for part in _cut(piece, group))
+
+    return list(lax.platform_dependent(flat, cpu=in_two_steps, default=lambda flat: tuple(_cut(flat, sizes))))
+
+
+def _cut(flat: Array, sizes: Sequence[int]) -> list[Array]:
+    ends = itertools.accumulate(sizes)
+    return [lax.slice_in_dim(flat, end - size, end, axis=flat.ndim - 1) for size, end in zip(sizes, ends)]
 
 
 def group_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[list[int]]:
@@ -135,11 +164,9 @@ def from_vectors(flats: Sequence[Array], leaves: Sequence[Like]) -> list[Array]:
     """The inverse of `vectors`; a vector may be longer than its leaves, and keeps its dtype."""
     out: list[Any] = list(leaves)
     for members, flat in zip(group_alike(leaves, _dtype), flats, strict=True):
-        start = 0
-        for i in members:
-            size = math.prod(leaves[i].shape)
-            out[i] = flat[start : start + size].reshape(leaves[i].shape)
-            start += size
+        parts = split(flat, [math.prod(leaves[i].shape) for i in members])
+        for i, part in zip(members, parts, strict=True):
+            out[i] = part.reshape(leaves[i].shape)
     return out
 
 
@@ -165,11 +192,8 @@ def fuse(
                 out[i] = collective(arrays[i])
             continue
         flat = collective(concatenate([arrays[i] for i in members], rows=rows))
-        start = 0
-        for i, shape, size in zip(members, shapes, sizes, strict=True):
-            part = lax.slice_in_dim(flat, start, start + size, axis=flat.ndim - 1)
+        for i, shape, part in zip(members, shapes, split(flat, sizes), strict=True):
             out[i] = part.reshape(*flat.shape[:-1], *shape)
-            start += size
     return out
 
 

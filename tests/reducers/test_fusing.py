@@ -7,7 +7,7 @@ import pytest
 from register_run import State
 
 import jaxdist as jd
-from jaxdist.wire.buffers import concatenate, from_byte_planes, fuse, fuse_bytes, to_byte_planes
+from jaxdist.wire.buffers import FEW, concatenate, from_byte_planes, fuse, fuse_bytes, split, to_byte_planes
 from jaxdist.wire.codec import decode_mean
 
 KINDS = [(3,), (), (4, 5), (2, 3, 2), (7,), (1,), (5, 4), (0, 4), (6, 6), (12,)]
@@ -133,3 +133,18 @@ def test_means_of_decoded_payloads(mesh, monkeypatch, platform, workers):
     expected = np.arange(8)[:, None] * (codes * scales[:, None]).mean(0)
     for found in jax.jit(run)(codes, scales):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [1, FEW, FEW + 1, 3 * FEW])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint8])
+def test_split_is_the_inverse_of_concatenate(number, dtype):
+    """Below and above the number of parts from which on XLA:CPU gets another program."""
+    sizes = [(7 * i) % 11 for i in range(number)]
+    parts = [jnp.arange(3 * size, dtype=jnp.int32).reshape(3, size).astype(dtype) + i for i, size in enumerate(sizes)]
+    flat = jax.jit(lambda parts: concatenate([part + 1 for part in parts], rows=True))(parts)
+    assert flat.shape == (3, sum(sizes))
+    # A remainder, such as padding, is left out.
+    longer = jnp.pad(flat, ((0, 0), (0, 5)))
+    found = jax.jit(lambda flat: split(flat, sizes))(longer)
+    for part, again in zip(parts, found, strict=True):
+        np.testing.assert_array_equal(again, part + 1)
