@@ -165,6 +165,10 @@ class Island:
           TooFewIslandsError: fewer than `begin_with` islands came within `patience`.
         """
         self._store.deadline = self._store.now() + self._options.patience
+        if self._session:
+            # What an earlier stay had under way is not this one's.
+            self._stop_threads()
+            self._outbox, self._cleaner = Outbox(self._store), Cleaner(self._store)
         try:
             return self._enter(state)
         except ConnectionError as error:
