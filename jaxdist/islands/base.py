@@ -118,7 +118,7 @@ class AnchorDiffersError(IslandError):
 
 
 class OfflineError(IslandError):
-    """The store was out of reach, or refused what was asked of it, for `patience` seconds; it says why."""
+    """The store was out of reach, refused requests, or did not end an upload, for `patience` seconds; it says why."""
 
 
 class TooFewIslandsError(IslandError):

@@ -120,6 +120,8 @@ class Island:
         self._report = Report(0)
         self._too_few_since: float | None = None
         self._offline_since: float | None = None
+        # The body whose upload has not ended, and since when.
+        self._uploading: tuple[str, float] | None = None
         self._is_lonely = False
 
     @property
@@ -165,6 +167,10 @@ class Island:
           TooFewIslandsError: fewer than `begin_with` islands came within `patience`.
         """
         self._store.deadline = self._store.now() + self._options.patience
+        if self._session:
+            # What an earlier stay had under way is not this one's.
+            self._stop_threads()
+            self._outbox, self._cleaner = Outbox(self._store), Cleaner(self._store)
         try:
             return self._enter(state)
         except ConnectionError as error:
@@ -224,7 +230,7 @@ class Island:
           NameTakenError: a newer process has this name.
           AnchorDiffersError: the global parameters differ from those of the run again and again.
           TooFewIslandsError: fewer than `quorum` islands for `patience` seconds.
-          OfflineError: the store was out of reach, or refused requests, for `patience` seconds.
+          OfflineError: the store was out of reach, refused requests or did not end an upload, for `patience` seconds.
         """
         if not self._entered:
             raise ValueError("call enter(state) before meet, and not meet after leave")
@@ -306,6 +312,7 @@ class Island:
         report = self._report
         self._in_step = report.counted and not report.offline and not self._behind
         self._check_offline(problem if report.offline else None)
+        self._check_uploading(is_uploading=report.uploading)
         traffic = store.take_traffic()
         report = report._replace(
             round=self._replay.round,
@@ -341,6 +348,22 @@ class Island:
             raise OfflineError(
                 f"{self._options.name!r} has been offline for {seconds:.0f} s, longer than patience="
                 f"{patience:g}: {problem}; mend the store or its rights, and start this island again"
+            )
+
+    def _check_uploading(self, *, is_uploading: bool) -> None:
+        """Raises OfflineError where an upload has lasted for the patience, as one over a connection that is dead."""
+        now, flight = self._store.now(), self._outbox.flight
+        if not is_uploading or flight is None:
+            self._uploading = None
+            return
+        if self._uploading is None or self._uploading[0] != flight.body:
+            self._uploading = flight.body, now
+        seconds = now - self._uploading[1]
+        if seconds > self._options.patience:
+            raise OfflineError(
+                f"the upload of {flight.record.bytes} bytes by {self._options.name!r} has not ended for {seconds:.0f} "
+                f"s, longer than patience={self._options.patience:g}, and no round counts what this island does: mend "
+                "the link, send less (a reducer of fewer bits), or raise patience, and start this island again"
             )
 
     def _note(self, **changes: Any) -> None:

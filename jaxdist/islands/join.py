@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import jax
 import optax
 
-from .._core.checks import check_range
+from .._core.checks import check_count, check_range
 from ..local_sgd.local_steps import method_of
 from .base import IslandError, JoinOptions, Moments
 from .connection import Connection, call_within
@@ -142,7 +142,7 @@ def _check(options: JoinOptions) -> None:
             f"the name of an island is 1 to 64 letters, digits, '_', '-' and '.', not '.' first, got {options.name!r}"
         )
     for name in ("begin_with", "quorum", "keep_every"):
-        check_range(name, getattr(options, name), 1, ends="[]")
+        check_count(name, getattr(options, name), 1)
     for name in ("round_timeout", "patience"):
         check_range(name, getattr(options, name), 0, ends="(]")
     if options.moments not in ("own", "fresh"):

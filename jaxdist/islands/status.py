@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._core.checks import check_count
 from .._core.types import PyTree
 from ..local_sgd.local_steps import method_of
 from . import identity, run
@@ -73,6 +74,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
 
     Raises:
       RunMissingError: there is no run in this store.
+      ValueError: `last` is negative.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -84,6 +86,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
       >>> found.round, found.sessions, [one.members for one in found.rounds]
       (1, {'here': 1}, [('here',)])
     """
+    check_count("last", last, 0)
     store = Connection(open_store(url))
     store.deadline = store.now() + STATUS_SECONDS
     description = identity.find_run(store.get, identity.place_of(url))
@@ -103,7 +106,11 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
         tuple(int(name.rpartition("/")[2]) for name in store.list("anchors/")[-KEPT_ANCHORS:]),
         dict(sorted(sessions.items())),
         tuple(sorted(present)),
-        tuple(found for number in numbers[-last:] if (found := _read_round(store, number)) is not None),
+        tuple(
+            found
+            for number in numbers[len(numbers) - min(last, len(numbers)) :]
+            if (found := _read_round(store, number)) is not None
+        ),
         description.get("id", ""),
         description.get("keep_every", 0),
         tuple(sorted(present - seen.drifts)),

@@ -168,6 +168,14 @@ def test_clean_deletes_what_no_island_needs_beside_a_running_run(tmp_path, capsy
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.parametrize(("option", "name"), [("--watch", "--watch must be positive"), ("--last", "last must be at")])
+def test_numbers_that_mean_nothing_are_named_before_a_run_is_shown(option, name, tmp_path, capsys):
+    assert cli.main(["islands", str(tmp_path), option, "-1"]) == 2
+    shown = capsys.readouterr()
+    assert name in shown.err
+    assert shown.out == ""
+
+
 def test_an_island_that_may_not_begin_says_that_there_is_no_run(tmp_path, capsys):
     arguments = ["--islands", str(tmp_path / "run"), "--sync", "diloco:H=2", "--name", "a", "--no-begin"]
     assert cli.main(["train", *DIGITS, *arguments, "--devices", "1", "--out", str(tmp_path / "out")]) == 2

@@ -422,6 +422,13 @@ def test_the_status_of_a_run_reads_records_alone():
         assert one.sent_bytes == {"a": len(store.get(f"bodies/{name}"))}
         assert one.examples == {"a": 0.0}
     assert found.uploading == ()
+    assert [[one.round for one in islands.status(store, last=last).rounds] for last in (0, 2, 9)] == [
+        [],
+        [1, 2],
+        [0, 1, 2],
+    ]
+    with pytest.raises(ValueError, match="last must be at least 0, got -1"):
+        islands.status(store, last=-1)
 
 
 def test_the_status_shows_who_has_not_sent_yet():

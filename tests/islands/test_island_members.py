@@ -154,6 +154,18 @@ def test_the_older_process_of_a_name_stops():
         new.meet(second)
 
 
+@pytest.mark.parametrize("leaving", [True, False])
+def test_an_island_that_enters_again_takes_part_again(leaving):
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    with islands.join(store, tx, name="a", round_timeout=5) as island:
+        state, _ = island.meet(island.enter(begin(tx)))
+        if leaving:
+            state, _ = island.leave(step_of(tx)(state, GOALS[0]))
+        state, report = island.meet(island.enter(state))
+        assert report.counted
+        assert report.round >= 2 + leaving
+
+
 def test_the_probe_of_an_island_that_joins_slowly_stays(monkeypatch):
     """Without it the store would seem to create a name twice; those of processes that died go."""
     store, tx = islands.memory(), method()

@@ -185,6 +185,35 @@ def test_a_store_that_is_silent_from_the_start_ends_join_after_the_patience(kind
     gate.open()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_upload_that_does_not_end_is_an_error_after_the_patience(overlap):
+    """As over a dead connection: otherwise the island would train alone for ever. One after another is no such."""
+    tx, step, state = counting()
+    gate = Gate(islands.memory(), is_body)
+    gate.open()
+    with entered(gate.store, tx, state, round_timeout=0.01) as (island, state):
+        island._options = island._options._replace(overlap=overlap)
+        gate._open.clear()
+        for _ in range(3):
+            state, report = island.meet(train_round(step, state))
+        assert report.uploading
+        began = island._uploading[1]
+        gate.open()
+        wait_for_threads(island)
+        gate._open.clear()
+        # One that follows another has its own time.
+        state, report = island.meet(train_round(step, state))
+        assert report.counted
+        while not report.uploading:
+            state, report = island.meet(train_round(step, state))
+        assert island._uploading[1] > began
+        island._options = island._options._replace(patience=0.1)
+        time.sleep(0.2)
+        with pytest.raises(islands.OfflineError, match=r"upload of \d+ bytes by 'a' has not ended .*patience=0\.1"):
+            island.meet(state)
+        gate.open()
+
+
 def test_progress_that_an_island_has_left_with_is_sent_no_more():
     """Its upload ends after that; the state that `leave` returned has the progress, and may enter again."""
     tx, step, state = counting()

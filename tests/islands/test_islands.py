@@ -300,6 +300,7 @@ def test_a_weight_that_would_spoil_the_mean_of_all_is_refused(examples):
         ({"round_timeout": 0}, "round_timeout must be positive"),
         ({"begin_with": 0}, "begin_with must be at least 1"),
         ({"keep_every": 0}, "keep_every must be at least 1"),
+        ({"keep_every": 2**31}, "keep_every must be less than"),
     ],
 )
 def test_arguments_are_checked(changes, message):

@@ -13,7 +13,7 @@ from ...islands import store as stores
 from ...islands.cleanup import forget_rounds
 from ...islands.connection import Connection
 from ...islands.protocol import most_rounds
-from ..running import Number, Text, new_console
+from ..running import Number, Text, check_positive, new_console
 from ..spellings import grammar, parse
 from ..stores import open_store
 
@@ -78,6 +78,8 @@ class IslandsOptions:
 
 def run_islands(chosen: IslandsOptions) -> None:
     """Deletes on request, and prints the table, once or until Ctrl-C."""
+    if chosen.watch is not None:
+        check_positive("--watch", chosen.watch)
     place = open_store(chosen.url, chosen.store)
     if chosen.clean:
         _clean(chosen.url, place)
