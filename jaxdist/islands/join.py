@@ -49,18 +49,16 @@ def join(
       tx: what `local_steps(..., axis=None)` or a recipe returned: the island is one worker. Of one fragment, without
         delay and warm-up, with a reducer of one message: `exact()`, `compressed(code)` or error feedback around that.
       name: of this island. A new job under an old name takes its place.
-      round_timeout: seconds to wait for the drifts of others. The one number to set: somewhat more than the usual
-        difference between islands, which `report.wait_seconds` shows.
+      round_timeout: seconds to wait for the drifts of others: somewhat more than the usual difference between islands,
+        which `report.wait_seconds` shows. No call waits more than a second longer.
       begin_with: how many islands to wait for before the first round ends.
       quorum: the fewest drifts that make a round.
-      patience: seconds after which too few islands are an error.
-      overlap: send and read in a second thread while the island trains, and merge at the next meeting what the round
-        gave; own progress is kept.
+      patience: seconds after which too few islands, or a store that is away, are an error.
+      overlap: send and read while the island trains, and merge at the next meeting; own progress is kept.
       keep_every: rounds between kept global parameters. The island that opens the run decides for all.
-      begin: open the run if there is none. `False` for an island that must find it: one that restarts, whose disk may
-        not be mounted yet.
-      moments: of the inner optimizer. "own" keeps those of the state that enters; "fresh" begins with those of `init`,
-        for a checkpoint that is old or of another run. Schedules go on in both cases.
+      begin: open the run if there is none. `False` for one that restarts, whose disk may not be mounted yet.
+      moments: of the inner optimizer: "own" keeps those of the state that enters, "fresh" takes those of `init`, for a
+        checkpoint that is old or of another run. Schedules go on in both cases.
 
     Yields:
       The `Island`.
