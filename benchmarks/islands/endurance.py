@@ -88,6 +88,8 @@ def train(settings):
             is_over = os.path.exists(end) if end else report.round >= settings["rounds"]
         tries = 0
         while counted < trained and tries < settings["last_meetings"]:
+            # With `overlap` a meeting does not wait.
+            time.sleep(STEPS * settings["pace"])
             state, report = meet()
             counted, tries = counted + report.examples, tries + 1
         meet(island.leave)

@@ -24,8 +24,7 @@ from .store import SharedStore
 logger = logging.getLogger("jaxdist.islands")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
-# Seconds after the deadline that a request may still take, with all its tries: a deadline of a few milliseconds is one
-# for other islands, and the commit of a round that waited for a dead one begins at the deadline.
+# Seconds after the deadline that a request may still take: a deadline of a few milliseconds is one for other islands.
 GRACE = 0.5
 # Seconds that it has in any case: what the devices take counts, too, and a store that answers at once is there.
 LEAST_SECONDS = 0.1
@@ -255,7 +254,7 @@ class Connection:
             now = self.now()
             if state == "failed":
                 tries += 1
-                if now + pause > self.deadline + GRACE or self.closed.is_set():
+                if now + pause > self.deadline or self.closed.is_set():
                     raise ConnectionError(f"the store is out of reach: {answer}")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)

@@ -578,20 +578,3 @@ def remember(updates, state, comm, extras):
     old = jax.tree.leaves(state)
     means = [mean + 0.1 * x for mean, x in zip(received.mean, old, strict=True)]
     return jd.reducers.Reduced(tree.unflatten(means), updates), tree.unflatten([x + 1 for x in old])
-
-
-def test_a_refusal_at_the_deadline_is_not_yet_a_store_out_of_reach(monkeypatch):
-    """The commit of a round that waited for a dead island begins at the deadline, with some five requests."""
-    monkeypatch.setattr("jaxdist.islands.connection.GRACE", 60.0)
-    store, calls = islands.memory(), []
-    store.put("body", b"1")
-
-    def get(name):
-        calls.append(name)
-        if len(calls) == 1:
-            raise ConnectionError("503 SlowDown")
-        return store.get(name)
-
-    connection = Connection(store._replace(get=get))
-    connection.deadline = connection.now()
-    assert connection.get("body") == b"1"
