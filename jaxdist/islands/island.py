@@ -174,7 +174,9 @@ class Island:
         try:
             return self._enter(state)
         except ConnectionError as error:
-            raise StoreUnusableError(f"{self._options.name!r} cannot enter: {error}") from error
+            # A run that goes on faster than this island reads is reached by no patience.
+            where = f" (it has come to round {self.round} of the run)" if self.run else ""
+            raise StoreUnusableError(f"{self._options.name!r} cannot enter{where}: {error}") from error
 
     def _enter(self, state: PyTree) -> PyTree:
         local, params = find_model(state)
@@ -769,6 +771,7 @@ class Island:
     def _check_patience(self, count: int, now: float) -> None:
         if self._too_few_since is None:
             self._too_few_since = now
+        if now == self._too_few_since and count < self._options.quorum:
             text = "round %d waits for quorum=%d islands and has %d: an error after patience=%g s"
             logger.warning(text, self._replay.round, self._options.quorum, count, self._options.patience)
         if now - self._too_few_since > self._options.patience:

