@@ -144,7 +144,7 @@ def silent_from(store, moment, silent):
 def test_answers_that_are_lost_for_the_rest_of_a_meeting_lose_and_double_no_progress(overlap):
     """From each call of it on: the store may have the drift, or even the commit, and the island does not know it."""
     tx = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0))
-    step, options = step_of(tx), {"name": "a", "round_timeout": 0.02, "overlap": overlap}
+    step, options = step_of(tx), {"name": "a", "round_timeout": 0.5, "overlap": overlap}
     entering = calls_of(lambda store: enter_and_leave(store, tx))
     path, offline = own_path(tx, step, 5), []
     for moment in range(entering - 1, entering + 12):
