@@ -239,6 +239,8 @@ class Outbox:
                 raise sender.problem
             problem, self._sender = str(sender.problem), sender.again()
             return ["refused", None, None, 0.0, problem]
-        assert sender.created is not None
+        if sender.created is None:
+            # It was closed when the body was there: the record is for the caller to create.
+            return ["sent", sender.upload_seconds, None, 0.0, None]
         name, created, sent_at = sender.created
         return ["sent", sender.upload_seconds, created if name == place else None, sent_at, None]

@@ -145,6 +145,7 @@ def test_the_launcher_needs_no_extra(arguments, code, capsys, monkeypatch):
 # Ctrl-C while JAX is being imported, by the command or by a program of the user.
 INTERRUPTED_IMPORT = """
 import importlib.abc, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background may ignore it
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "jax":
