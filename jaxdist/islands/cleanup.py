@@ -83,10 +83,10 @@ class Cleaner:
         """Begins no request any more."""
         self._store.closed.set()
 
-    def join(self, seconds: float | None = None) -> None:
+    def join(self) -> None:
         """Waits for what goes on."""
         if self._thread is not None:
-            self._thread.join(seconds)
+            self._thread.join()
 
     def _run(
         self, number: int, digest: str, counted: Mapping[str, str], arrays: Sequence[np.ndarray], rounds: int

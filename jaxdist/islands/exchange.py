@@ -210,6 +210,11 @@ def subtract_counts(
     )
 
 
+def move_counts(local: LocalStepsState, number: Array | np.int32) -> LocalStepsState:
+    """Returns the state before round `number`, with the counts of all that is ahead of the global parameters."""
+    return subtract_counts(local, number, np.float32(0), np.int32(0), np.float32(0))
+
+
 @jax.jit
 def with_examples(local: LocalStepsState, examples: Array) -> LocalStepsState:
     """Returns the state with another number of examples of what is ahead of the global parameters."""

@@ -42,7 +42,7 @@ from .exchange import (
 )
 from .store import SharedStore
 
-LOG = logging.getLogger("jaxdist.islands")
+logger = logging.getLogger("jaxdist.islands")
 RUN_JSON = "run.json"
 # Entries of a leaf that differ from 0 in what the programs are run on, of at most 2 in steps of 1/8: sums of their
 # squares are exact in float32, so that islands on meshes of different sizes get the same bits.
@@ -361,12 +361,12 @@ def _check_empty(store: Connection, place: str) -> None:
 def log_entered(run: RunIdentity, number: int, kept: int, options: JoinOptions) -> None:
     """Says in the log which run an island has entered, and where."""
     if run.opened:
-        LOG.info("%s has opened run %s in %s", options.name, run.id, run.place)
+        logger.info("%s has opened run %s in %s", options.name, run.id, run.place)
     found = f"the kept global parameters of round {kept} and the {number - kept} rounds since"
-    LOG.info("%s is in run %s in %s at round %d: %s", options.name, run.id, run.place, number, found)
+    logger.info("%s is in run %s in %s at round %d: %s", options.name, run.id, run.place, number, found)
     if run.keep_every != options.keep_every:
         text = "%s keeps global parameters every %d rounds, as its run does, and not every %d"
-        LOG.info(text, options.name, run.keep_every, options.keep_every)
+        logger.info(text, options.name, run.keep_every, options.keep_every)
 
 
 # Differences, in words

@@ -39,6 +39,7 @@ from .exchange import (
     copy_shared_to_host,
     encode_drift,
     measure_drift,
+    move_counts,
     rebase,
     restart_buffers,
     restart_counts,
@@ -182,7 +183,6 @@ class Island:
         local, params = find_model(state)
         options = self._options
         self._replay.open(local, params, place=options.place, keep_every=options.keep_every, begin=options.begin)
-        self._options = options._replace(keep_every=self._replay.run.keep_every)
         self._session = run.claim(self._store, self._options.name)
         if not run.has_begun(self._store):
             self._replay.keep_first(local)
@@ -587,7 +587,7 @@ class Island:
             is_late = name not in commit.differing and name not in commit.damaged
             self._note(counted=False, late=is_late or self._report.late)
             self._drop_old()
-        local = subtract_counts(local, np.int32(self._replay.round), np.float32(0), np.int32(0), np.float32(0))
+            local = move_counts(local, np.int32(self._replay.round))
         model.local = with_shared(local, shared)
         model.params = rebase(shared.anchor, model.params, ahead)
         self._store.forget_answers()
@@ -739,7 +739,7 @@ class Island:
         number = np.int32(self._replay.round)
         if not int(to_host(local.since)[0]):
             return restart_counts(local, number)
-        return subtract_counts(local, number, np.float32(0), np.int32(0), np.float32(0))
+        return move_counts(local, number)
 
     def _check_name(self) -> None:
         if run.newest_session(self._store, self._options.name) > self._session:

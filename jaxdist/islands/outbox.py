@@ -76,9 +76,9 @@ class Sender:
         """Begins no request any more."""
         self._store.closed.set()
 
-    def join(self, seconds: float | None = None) -> None:
+    def join(self) -> None:
         """Waits for what goes on."""
-        self._thread.join(seconds)
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -195,11 +195,10 @@ class Outbox:
             self.flight = self.flight._replace(round=None)
         self._store.drop_ahead()
 
-    def abandon(self, seconds: float = 0.0) -> None:
-        """Begins no request any more, and waits a moment for what is under way."""
+    def abandon(self) -> None:
+        """Begins no request any more."""
         if self._sender is not None:
             self._sender.close()
-            self._sender.join(seconds)
 
     def _record(self, number: int, base: str, name: str) -> tuple[str, bytes]:
         assert self.flight is not None

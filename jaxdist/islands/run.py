@@ -95,7 +95,7 @@ def read_commit(store: Connection, number: int) -> Commit | None:
 
 
 def ended_rounds(store: Connection) -> list[int]:
-    """The rounds that have ended and are not deleted yet, in order."""
+    """The rounds that have ended, in order."""
     names = (name.split("/") for name in store.list("rounds/"))
     return sorted(int(number) for _, number, kind, *_ in names if kind == "commit")
 
@@ -180,7 +180,6 @@ class Replay:
         """Makes the round after kept global parameters the open one."""
         self.round, self.digest, self.counted = anchor.round, anchor.digest, dict(anchor.counted)
         self.kept = anchor.round
-        # The round before is kept longer than these parameters are the newest.
         before = read_commit(self._store, anchor.round - 1) if anchor.round else None
         self.expected, self._bodies = () if before is None else before.expected, {}
 

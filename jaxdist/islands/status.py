@@ -13,7 +13,7 @@ from ..local_sgd.local_steps import method_of
 from . import identity, run
 from .cleanup import KEPT_ANCHORS
 from .connection import Connection
-from .protocol import round_name, see
+from .protocol import Commit, round_name, see
 from .run import Replay
 from .store import SharedStore, open_store
 
@@ -98,7 +98,9 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
     open_round = numbers[-1] + 1 if numbers else 0
     names = store.list(round_name(open_round, ""))
     seen = see(name.removeprefix(round_name(open_round, "")) for name in names)
-    before = run.read_commit(store, open_round - 1) if numbers else None
+    shown = numbers[len(numbers) - min(last, len(numbers)) :]
+    commits = {number: run.read_commit(store, number) for number in shown or numbers[-1:]}
+    before = commits.get(open_round - 1)
     expected = frozenset(before.expected if before is not None else ())
     present = (seen.drifts | seen.here | expected) - seen.left
     return RunStatus(
@@ -106,22 +108,14 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
         tuple(int(name.rpartition("/")[2]) for name in store.list("anchors/")[-KEPT_ANCHORS:]),
         dict(sorted(sessions.items())),
         tuple(sorted(present)),
-        tuple(
-            found
-            for number in numbers[len(numbers) - min(last, len(numbers)) :]
-            if (found := _read_round(store, number)) is not None
-        ),
+        tuple(_describe(number, commit) for number in shown if (commit := commits[number]) is not None),
         description.get("id", ""),
         description.get("keep_every", 0),
         tuple(sorted(present - seen.drifts)),
     )
 
 
-def _read_round(store: Connection, number: int) -> RoundStatus | None:
-    """A round, or `None` if it was deleted since it was listed."""
-    commit = run.read_commit(store, number)
-    if commit is None:
-        return None
+def _describe(number: int, commit: Commit) -> RoundStatus:
     sizes = {member.name: member.bytes for member in commit.members}
     examples = {member.name: member.examples for member in commit.members}
     return RoundStatus(number, tuple(sizes), commit.missing, sizes, examples)
