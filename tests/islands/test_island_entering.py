@@ -30,6 +30,18 @@ INNERS = {
 }
 
 
+def train_first(first, state, step):
+    """Trains the first island for five rounds of four steps; returns its state, and that of step 11."""
+    state, saved = first.enter(state), None
+    for number in range(20):
+        state, _ = step(state)
+        if first.due(number):
+            state, _ = first.meet(state)
+        if number == 10:
+            saved = state
+    return state, saved
+
+
 def rates_of(inner):
     """The step that an island takes after five rounds of four, and what one takes that enters then, or comes back."""
     tx = jd.local_steps(inner, optax.sgd(1.0), sync_period=4, axis=None)
@@ -53,13 +65,7 @@ def rates_of(inner):
 
     store = islands.memory()
     with islands.join(store, tx, name="first", round_timeout=5) as first:
-        state, saved = first.enter(fresh()), None
-        for number in range(20):
-            state, _ = step(state)
-            if first.due(number):
-                state, _ = first.meet(state)
-            if number == 10:
-                saved = state
+        state, saved = train_first(first, fresh(), step)
         ahead = saved
         for _ in range(40):
             ahead, _ = step(ahead)
@@ -97,13 +103,7 @@ def scheduled(inner):
 
     store = islands.memory()
     with islands.join(store, tx, name="first", round_timeout=5) as first:
-        state, saved = first.enter(fresh()), None
-        for number in range(20):
-            state, _ = step(state)
-            if first.due(number):
-                state, _ = first.meet(state)
-            if number == 10:
-                saved = state
+        state, saved = train_first(first, fresh(), step)
         found = []
         for name, start in (("late", fresh()), ("again", saved)):
             with islands.join(store, tx, name=name, round_timeout=5) as island:
