@@ -22,7 +22,7 @@ MULTIPLE = 8
 # The entries from which on a leaf is not stacked with others.
 LARGE = 2**20
 LARGEST_START = 2**31 - 1
-# The time that XLA:CPU takes to compile grows with the square of the parts of one buffer.
+# XLA:CPU takes some 20 ms to compile each part that is cut from one buffer of many.
 FEW = 32
 
 
