@@ -16,6 +16,7 @@ import numpy as np
 from .._core.types import Array, Like, Shape, State
 from ..state.marks import (
     MARKS,
+    LeafOrder,
     OnHost,
     PerWorker,
     Sharded,
@@ -23,6 +24,7 @@ from ..state.marks import (
     cutting_marks,
     flatten_marks,
     is_mark,
+    order_of,
     with_value,
 )
 from ..transforms.quantized_state import is_coded
@@ -51,11 +53,15 @@ def path_of(folder: Path) -> Any:
 
 
 class Leaf(NamedTuple):
-    """One leaf: the shape of its global array, its dtype (for a key `"key<fry>"`), its marks, the outermost first."""
+    """One leaf: the shape of its global array, its dtype (for a key `"key<fry>"`), its marks, the outermost first.
+
+    `order` has the leaves that a flat array consists of; `None` for others, and in checkpoints of earlier versions.
+    """
 
     shape: Shape
     dtype: str
     marks: tuple[Any, ...]
+    order: LeafOrder | None
 
 
 class Manifest(NamedTuple):
@@ -127,6 +133,7 @@ def dump(state: dict[str, tuple[tuple[Any, ...], Like]], step: int, data: Any) -
     """Returns the text of the manifest of a state."""
     leaves = {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "marks": [_describe(mark) for mark in marks]}
+        | ({} if order_of(marks) is None else {"order": order_of(marks)})
         for name, (marks, leaf) in state.items()
     }
     # For readers of an old checkpoint; no version is refused.
@@ -202,7 +209,10 @@ def _leaf(name: str, described: dict[str, Any]) -> Leaf:
     fits = len(shape) == len(cuts) and shape[-1] >= math.prod(last.shape) if isinstance(last, Sharded) else True
     if len(shape) < len(cuts) or not fits or any(isinstance(cut, Sharded) for cut in cuts[:-1]):
         raise ValueError(f"leaf `{name}` of shape {list(shape)} cannot have the marks {described['marks']}")
-    return Leaf(shape, dtype, marks)
+    order = described.get("order")
+    return Leaf(
+        shape, dtype, marks, None if order is None else tuple((str(x), tuple(map(_count, s))) for x, s in order)
+    )
 
 
 def _mark(described: dict[str, Any]) -> Any:

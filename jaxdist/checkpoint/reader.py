@@ -126,7 +126,7 @@ def resume(
       path: the folder or the bucket that was passed to `save`; it may be missing.
       like: the initial state, as for `restore`; arrays, where leaves may be new.
       changed: paths of sub-states whose method may have changed (`("opt",)`). Leaves in them that the checkpoint lacks,
-        or has in another shape or dtype, keep their values in `like`, and those that only the checkpoint has are
+        or has in another shape, dtype or order, keep their values in `like`, and those that only the checkpoint has are
         dropped. Do not list the parameters, so that a wrong model is an error. To initialize new leaves from the
         restored parameters (an anchor of `local_steps` is a model), first call
         `resume(path, {"params": ...}, changed=("opt",))`.

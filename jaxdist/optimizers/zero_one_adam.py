@@ -23,7 +23,7 @@ from ..state.marks import PerWorker, Sharded, bind, map_marked, with_value
 from ..transforms.common import LearningRate, moving_average, zeros_like
 from ..transforms.local_gradients import check_leaves
 from ..transforms.weights import weight_of_worker, zero_unless
-from ..wire.buffers import vectors
+from ..wire.buffers import leaf_order, vectors
 from .frozen_adam import check_adam, divide, mask_unseen, multiply, preconditioner, start_step
 
 # The interval between refreshes doubles without a practical limit.
@@ -153,6 +153,8 @@ class _ZeroOneAdam(NamedTuple):
         check_leaves(params)
         # A copy, since parameters and optimizer state may both be donated.
         anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
+        narrow = [i for i, p in enumerate(jax.tree.leaves(params)) if _is_narrow(p)]
+        order = tuple(leaf_order(params)[i] for i in narrow)
         return ZeroOneAdamState(
             count=jnp.zeros((), jnp.int32),
             sent=jnp.zeros(2, jnp.uint32),
@@ -162,7 +164,7 @@ class _ZeroOneAdam(NamedTuple):
             sync=Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)),
             momentum=bind(PerWorker(zeros_like(params)), self.axis),
             anchor=bind(PerWorker(anchor), self.axis),
-            moved=bind(PerWorker([jnp.zeros_like(a) for a, _ in _narrow(anchor, params)]), self.axis),
+            moved=bind(PerWorker([jnp.zeros_like(a) for a, _ in _narrow(anchor, params)], order=order), self.axis),
             reducer=bind(self.reducer.init(zeros_like(params)), self.axis),
         )
 
@@ -316,7 +318,11 @@ def _compress_step(
 def _narrow(tree: Updates, params: PyTree) -> list[tuple[Array, Array]]:
     """The leaves of a tree, in float32 or wider, whose parameters are narrower, each with its parameter."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True)
-    return [(x, p) for x, p in pairs if p.dtype != working_dtype(p.dtype)]
+    return [(x, p) for x, p in pairs if _is_narrow(p)]
+
+
+def _is_narrow(param: Array) -> bool:
+    return param.dtype != working_dtype(param.dtype)
 
 
 def _displacement(params: PyTree, anchor: Updates, update: Updates, moved: list[Array]) -> Updates:

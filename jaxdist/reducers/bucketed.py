@@ -10,7 +10,7 @@ from .._core.trees import select_leaves
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..schedule.buckets import assign_buckets, forward_positions
-from ..wire.buffers import concatenate, from_vectors, vector_likes
+from ..wire.buffers import concatenate, from_vectors, leaf_order, vector_likes
 from .messages import for_real_numbers
 from .parts import check_parts, init_parts, reduce_parts
 from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, forward_forms, forward_limits, weakest
@@ -88,7 +88,12 @@ class _Bucketed(NamedTuple):
             return 0
         leaves, buckets = jax.tree.leaves(like), self._assign(like)
         if self.flat:
-            return init_parts(self.reducer, [vector_likes([leaves[i] for i in members])[0] for members in buckets])
+            order = leaf_order(like)
+            return init_parts(
+                self.reducer,
+                [vector_likes([leaves[i] for i in members])[0] for members in buckets],
+                orders=[tuple(order[i] for i in members) for members in buckets],
+            )
         return init_parts(self.reducer, [select_leaves(like, members) for members in buckets])
 
     def reduce(self, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:

@@ -1,5 +1,6 @@
 """Two levels: exact over fast links, any reducer on a shard over slow links."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,8 +12,8 @@ from .._core.descriptions import with_description
 from .._core.trees import fold_keys, is_key
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm, Sent, SentForOwn
-from ..state.marks import INNER, OUTER, PerWorker, Sharded, axis_tuple, flatten_marks, is_mark
-from ..wire.buffers import MULTIPLE, from_vectors, vector_likes, vectors
+from ..state.marks import INNER, OUTER, PerWorker, Sharded, axis_tuple, flatten_marks, is_mark, record_order
+from ..wire.buffers import MULTIPLE, from_vectors, vector_likes, vector_orders, vectors
 from ..wire.shards import clear_padding
 from .messages import as_generator, for_real_numbers, run
 from .reducer import (
@@ -129,7 +130,8 @@ class _Hierarchical(NamedTuple):
         outer_state = self.outer.init(likes)
         _check_single_level(outer_state)
         outer_state = _mark(outer_state, _find_vectors(self.outer, outer_state, likes), self.multiple)
-        return outer_state if self.stateless else (shards_of(self.inner).init(likes), outer_state)
+        state = outer_state if self.stateless else (shards_of(self.inner).init(likes), outer_state)
+        return record_order(state, tuple(itertools.chain(*vector_orders(like))))
 
     def reduce(self, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
         fast, slow = _levels(comm)

@@ -13,7 +13,8 @@ from .._core.descriptions import with_description
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..schedule.buckets import layer_numbers
-from ..wire.buffers import MULTIPLE, concatenate, from_vectors, group_alike
+from ..state.marks import LeafOrder
+from ..wire.buffers import MULTIPLE, concatenate, from_vectors, group_alike, leaf_order
 from .messages import for_real_numbers
 from .parts import check_parts, init_parts, reduce_parts
 from .reducer import NO_EXTRAS, Extras, Reduced, Reducer, Result, forward_forms, forward_limits, weakest
@@ -112,8 +113,12 @@ class _Partitioned(NamedTuple):
     def init(self, like: PyTree[Like]) -> State:
         if is_map_params_placeholder(like):
             return 0
-        parts = self._plan(like)
-        return init_parts(self.reducer, [jax.ShapeDtypeStruct((part.stop - part.start,), part.dtype) for part in parts])
+        parts, order = self._plan(like), leaf_order(like)
+        return init_parts(
+            self.reducer,
+            [jax.ShapeDtypeStruct((part.stop - part.start,), part.dtype) for part in parts],
+            orders=[_order_of(part, order) for part in parts],
+        )
 
     def reduce(self, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
         parts = self._plan(updates)
@@ -171,6 +176,18 @@ def _order_parts(vectors: list[_Vector], partition_bytes: int, order: Order) -> 
         raise ValueError(f"order must name each layer once for each of its partitions, {there}, but names {wanted}")
     left = {layer: iter(of_layer) for layer, of_layer in parts.items()}
     return [next(left[layer]) for layer in order]
+
+
+def _order_of(part: _Part, order: LeafOrder) -> LeafOrder:
+    """The leaves of a partition; of one that is cut, `w[8:16]` of its entries."""
+    found, start = [], 0
+    for name, shape in (order[i] for i in part.members):
+        size = math.prod(shape)
+        low, high = max(part.start - start, 0), min(part.stop - start, size)
+        if low < high:
+            found.append((name, shape) if high - low == size else (f"{name}[{low}:{high}]", (high - low,)))
+        start += size
+    return tuple(found)
 
 
 def _join(parts: list[_Part], pieces: list[Array], leaves: list) -> list:

@@ -8,6 +8,7 @@ from .._core.order import order_after
 from .._core.trees import fold_keys
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
+from ..state.marks import LeafOrder, record_order
 from .messages import as_generator, run
 from .reducer import Extras, Reduced, Reducer, Use, check_use
 
@@ -17,10 +18,15 @@ def check_parts(what: str, reducer: Reducer) -> None:
     check_use(Use.PARTS, reducer, what)
 
 
-def init_parts(reducer: Reducer, parts: Sequence[PyTree[Like]]) -> tuple[State, ...]:
-    """Returns the state of the reducer for each part."""
+def init_parts(
+    reducer: Reducer, parts: Sequence[PyTree[Like]], *, orders: Sequence[LeafOrder] = ()
+) -> tuple[State, ...]:
+    """Returns the state of the reducer for each part; `orders` has the leaves of each if these are vectors."""
     # Parts must not share their draws.
-    return tuple(fold_keys(reducer.init(part), i) for i, part in enumerate(parts))
+    states = tuple(fold_keys(reducer.init(part), i) for i, part in enumerate(parts))
+    if not orders:
+        return states
+    return tuple(record_order(state, order) for state, order in zip(states, orders, strict=True))
 
 
 def reduce_parts(

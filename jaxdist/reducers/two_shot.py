@@ -15,7 +15,7 @@ from ..comm.base import Comm
 from ..compressors.compressor import Compressor, check_compressor
 from ..compressors.scaled import contraction_form
 from ..state.marks import Sharded, with_value
-from ..wire.buffers import MULTIPLE, from_vectors, group_alike, vector_likes, vectors
+from ..wire.buffers import MULTIPLE, from_vectors, group_alike, vector_likes, vector_orders, vectors
 from ..wire.codec import decode_mean, step_key
 from ..wire.shards import clear_padding, concat_rows, split_leaves, unshard
 from .messages import from_generator
@@ -120,7 +120,10 @@ class _TwoShot(NamedTuple):
         if is_map_params_placeholder(like):
             return 0
         likes = vector_likes(jax.tree.leaves(like)) if self.keeps_residual else []
-        residuals = [Sharded(jnp.zeros(x.shape, working_dtype(x.dtype)), multiple=_multiple(x.size)) for x in likes]
+        residuals = [
+            Sharded(jnp.zeros(x.shape, working_dtype(x.dtype)), multiple=_multiple(x.size), order=order)
+            for x, order in zip(likes, vector_orders(like))
+        ]
         return TwoShotState(*init_draws(self.seed), residuals)
 
     def messages(self, updates: Updates, state: TwoShotState, comm: Comm, extras: Extras) -> Protocol:

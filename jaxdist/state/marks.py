@@ -21,6 +21,9 @@ from .._core.types import AxisNames, PyTree, Shape, State
 
 Resize = Literal["mean", "copy", "zero", "max"]
 
+# The names and shapes of the leaves whose entries an array has one after another, which its own shape does not show.
+LeafOrder = tuple[tuple[str, Shape], ...]
+
 # Placeholders for the axes of a two-level group, until the state is bound to names: the last axis, and the others.
 INNER = "<inner>"
 OUTER = "<outer>"
@@ -50,7 +53,7 @@ class Mark:
 is_mark: Callable[[Any], bool] = Mark.__instancecheck__
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("axis", "resize"))
+@partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("axis", "resize", "order"))
 class PerWorker(Mark):
     """Marks a leaf, or a tree of leaves, that differs between workers.
 
@@ -62,6 +65,8 @@ class PerWorker(Mark):
         not yet delivered is the mean), a `"copy"` of worker `i mod W`, `"zero"`, or the `"max"` over the old ones.
         Workers keep their keys by any rule; in place of the mean there is a copy of encoded arrays, and the maximum of
         the fp8 statistics of flax (`agree_on_maximum`).
+      order: the names and shapes of the leaves, `(("b", (4,)), ("w", (6, 4)))`, that follow one another in a flat
+        `value`. A checkpoint records them, and is not restored into a state that has others.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -70,19 +75,19 @@ class PerWorker(Mark):
       (3,)
     """
 
-    __slots__ = ("axis", "resize")
+    __slots__ = ("axis", "order", "resize")
 
-    def __init__(self, value: Any, *, axis: AxisNames = None, resize: Resize = "mean"):
+    def __init__(self, value: Any, *, axis: AxisNames = None, resize: Resize = "mean", order: LeafOrder | None = None):
         if resize not in ("mean", "copy", "zero", "max"):
             raise ValueError(f'resize must be "mean", "copy", "zero" or "max", got {resize!r}')
-        self.value, self.axis = value, axis
+        self.value, self.axis, self.order = value, axis, order
         self.resize: Resize = resize
 
     def __repr__(self) -> str:
         return f"PerWorker({self.value!r}, axis={self.axis!r})"
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("shape", "axis", "multiple"))
+@partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("shape", "axis", "multiple", "order"))
 class Sharded(Mark):
     """Marks one array that is flattened, padded and split over the workers.
 
@@ -91,6 +96,7 @@ class Sharded(Mark):
       shape: the logical shape `s`; taken from `value` when it is left out.
       axis: the mesh axis or axes it is split over; `None`: the axis with which the state is placed.
       multiple: `n` is padded to a multiple of this (block sizes of a quantizer).
+      order: the leaves that a flat `value` consists of, as in `PerWorker`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -99,11 +105,19 @@ class Sharded(Mark):
       (3, 5)
     """
 
-    __slots__ = ("axis", "multiple", "shape")
+    __slots__ = ("axis", "multiple", "order", "shape")
 
-    def __init__(self, value: Any, *, shape: Shape | None = None, axis: AxisNames = None, multiple: int = 1):
+    def __init__(
+        self,
+        value: Any,
+        *,
+        shape: Shape | None = None,
+        axis: AxisNames = None,
+        multiple: int = 1,
+        order: LeafOrder | None = None,
+    ):
         check_range("multiple", multiple, 1, ends="[]")
-        self.value, self.axis, self.multiple = value, axis, multiple
+        self.value, self.axis, self.multiple, self.order = value, axis, multiple, order
         self.shape = tuple(value.shape) if shape is None else tuple(shape)
 
     def __repr__(self) -> str:
@@ -149,10 +163,10 @@ def bind(tree: PyTree, axis: AxisNames) -> PyTree:
             # From the inside out, so that nested marks are compared by their final axes.
             value, over = bind(node.value, axis), _resolve_axis(node.axis, axes)
             _check_nesting(value, over)
-            return PerWorker(value, axis=over, resize=node.resize)
+            return PerWorker(value, axis=over, resize=node.resize, order=node.order)
         if isinstance(node, Sharded):
             over = _resolve_axis(node.axis, axes)
-            return Sharded(node.value, shape=node.shape, axis=over, multiple=node.multiple)
+            return Sharded(node.value, shape=node.shape, axis=over, multiple=node.multiple, order=node.order)
         return node
 
     return jax.tree.map(bind_mark, tree, is_leaf=is_mark)
@@ -199,6 +213,27 @@ def with_value(mark: Any, value: Any) -> Any:
     new = copy.copy(mark)
     new.value = value
     return new
+
+
+def record_order(state: State, order: LeafOrder) -> State:
+    """Records of which leaves the vectors consist whose state this is, in all marks that do not hold numbers alone."""
+
+    def record(node: Any) -> Any:
+        if not is_mark(node):
+            return node
+        new = with_value(node, jax.tree.map(record, node.value, is_leaf=is_mark))
+        # Whatever the shape: it may be that of codes.
+        if not isinstance(new, OnHost) and any(x.ndim for x in jax.tree.leaves(new.value)):
+            new.order = order
+        return new
+
+    return jax.tree.map(record, state, is_leaf=is_mark)
+
+
+def order_of(marks: Sequence[Any]) -> LeafOrder | None:
+    """The order of leaves that is recorded in the marks around an array, or `None`."""
+    found = [mark.order for mark in marks if not isinstance(mark, OnHost) and mark.order is not None]
+    return found[-1] if found else None
 
 
 class MarkedLeaf(NamedTuple):
@@ -255,7 +290,7 @@ def _flatten_marks(tree: PyTree, *, together: bool) -> list[tuple[MarkedLeaf, bo
 def _instead_of_mean(mark: Any, rule: Resize) -> Any:
     """The mark, with another rule in place of the mean."""
     is_mean = isinstance(mark, PerWorker) and mark.resize == "mean"
-    return PerWorker(mark.value, axis=mark.axis, resize=rule) if is_mean else mark
+    return PerWorker(mark.value, axis=mark.axis, resize=rule, order=mark.order) if is_mean else mark
 
 
 def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -15,6 +15,7 @@ from jaxtyping import DTypeLike
 from .._core.compat import mesh_axes_left_over
 from .._core.types import Array, Like, PyTree, Shaped, UInt
 from ..comm.base import Comm
+from ..state.marks import LeafOrder
 
 SMALL = 2**16
 # Shards of vectors are padded to a multiple of this: bits fill bytes, and XLA:CPU is many times slower for odd lengths.
@@ -158,6 +159,18 @@ def vector_likes(leaves: Sequence[Like]) -> list[jax.ShapeDtypeStruct]:
         jax.ShapeDtypeStruct((sum(math.prod(leaves[i].shape) for i in members),), leaves[members[0]].dtype)
         for members in group_alike(leaves, _dtype)
     ]
+
+
+def vector_orders(tree: PyTree[Like]) -> list[LeafOrder]:
+    """The names and shapes of the leaves in each of `vectors(jax.tree.leaves(tree))`."""
+    order = leaf_order(tree)
+    return [tuple(order[i] for i in members) for members in group_alike(jax.tree.leaves(tree), _dtype)]
+
+
+def leaf_order(tree: PyTree[Like]) -> LeafOrder:
+    """The names and shapes of all leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return tuple((jax.tree_util.keystr(path, simple=True, separator="."), tuple(leaf.shape)) for path, leaf in leaves)
 
 
 def from_vectors(flats: Sequence[Array], leaves: Sequence[Like]) -> list[Array]:
