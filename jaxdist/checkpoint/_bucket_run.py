@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 import jax
 
 from .._core.file_lock import FileLock
+from .._stores.bucket import pieces
+from .._stores.opening import Objects
 from . import _files
-from ._bucket import Objects, open_objects, pieces
+from ._bucket import open_patiently
 from .errors import CheckpointDamagedError, CheckpointStoreError
 
 COMMITS = "commits/"
@@ -102,7 +104,7 @@ class BucketRun:
     """The checkpoints in a bucket. What a function finds is JSON, for the other processes: here an `Listed`."""
 
     def __init__(self, place: Any):
-        self.objects: Objects = open_objects(place)
+        self.objects: Objects = open_patiently(place)
         self.place = self.objects.url
         is_url = isinstance(place, str | os.PathLike)
         self._identity = (self.place if is_url else f"store {id(place)}", os.getpid())
@@ -122,7 +124,7 @@ class BucketRun:
             if number == 0:
                 return Listing()
             name = f"{COMMITS}{number}"
-            if (body := self.objects.read(name, 0, None)) is not None:
+            if (body := self.objects.get(name)) is not None:
                 return _parse(self.place, name, number, body)
             # A writer has deleted it since, and has created later ones.
         raise CheckpointStoreError(
@@ -214,7 +216,7 @@ class BucketRun:
         """Creates a list; returns False if another has its number."""
         name, body = f"{COMMITS}{commit.number}", _dump(commit)
         # The answer to an earlier try may have been lost.
-        return self.objects.create(name, body) or self.objects.read(name, 0, None) == body
+        return self.objects.create(name, body) or self.objects.get(name) == body
 
     def sweep(self, commit: Listing, entry: Listed) -> None:
         """Deletes what the newest list does not name: old checkpoints, old lists, and parts of saves that failed."""
@@ -241,7 +243,7 @@ class BucketRun:
     def upload(self, folder: str, root: Path, names: Sequence[str]) -> None:
         """Uploads files, several at once if the store can."""
         with ThreadPoolExecutor(self.objects.threads, thread_name_prefix="checkpoint-upload") as pool:
-            list(pool.map(lambda name: self.objects.upload(f"{folder}/{name}", root / name), names))
+            list(pool.map(lambda name: self.objects.put(f"{folder}/{name}", root / name), names))
 
 
 class BucketSource(NamedTuple):
@@ -277,7 +279,7 @@ class BucketSource(NamedTuple):
     def fetch(self, folder: Path) -> None:
         """Downloads the files into the folder, where they are then checked as those of any checkpoint."""
         objects, inside = self.run.objects, f"{self.entry.folder}/"
-        if (sums := objects.read(inside + _files.SUMS, 0, None)) is None:
+        if (sums := objects.get(inside + _files.SUMS)) is None:
             raise CheckpointDamagedError(folder / _files.SUMS, self.step, _files.GONE)
         if hashlib.sha256(sums).hexdigest() != self.entry.sums:
             raise CheckpointDamagedError(folder / _files.SUMS, self.step, _files.ALTERED)
@@ -293,7 +295,8 @@ class BucketSource(NamedTuple):
         def download(request: tuple[str, int, int | None]) -> None:
             name, start, end = request
             # A file that goes meanwhile, and bytes that are too few, are found by its checksum.
-            if (body := objects.read(inside + name, start, end)) is not None:
+            body = objects.get(inside + name) if end is None else objects.read(inside + name, start, end)
+            if body is not None:
                 _write_at(folder / name, start, body)
 
         with ThreadPoolExecutor(objects.threads, thread_name_prefix="checkpoint-download") as pool:
@@ -357,7 +360,7 @@ class BucketTarget:
     def join(self, sent: list[Any]) -> None:
         """Gets, in process 0, what it needs of the files of the others."""
         for process in range(1, len(sent)):
-            body = self._run.objects.read(self._index(process), 0, None)
+            body = self._run.objects.get(self._index(process))
             if body is None:
                 raise CheckpointStoreError(self.name, f"the part of process {process} is gone", "save again")
             for name, (size, parts) in json.loads(body).items():

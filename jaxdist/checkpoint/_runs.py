@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._stores.opening import is_bucket
 from . import _files
-from ._bucket import is_bucket
 from ._bucket_run import BucketRun
 from ._together import LONGEST_PAUSE
 
