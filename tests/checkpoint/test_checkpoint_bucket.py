@@ -494,11 +494,26 @@ def test_two_processes(processes):
     for number, result in enumerate(results):
         assert result["name"] == "4-4-"
         assert result["latest"] == 4
-        assert result["resumed"] == [4, None, [True] * 4]
+        assert result["resumed together"] == result["resumed apart"] == [4, None, [True] * 4]
+        assert result["left"] == []
         for process in (0, 1):
             name, text = result[f"upload of {process}"]
             assert name == ("OSError" if number == process else "CheckpointPeerError")
             assert "Input/output error" in text
+    # A machine downloads one copy, each process as much of it; processes that share no folder have one each.
+    sizes = _bucket.open_patiently(store).sizes("4-4-")
+    total = sum(size for name, size in sizes.items() if not name.endswith("SHA256SUMS"))
+    together = [result["received together"] for result in results]
+    assert sum(together) == total
+    assert max(together) < 0.6 * total
+    assert [result["received apart"] for result in results] == [total] * 2
+    # A failure or damage in the part of one process reaches the other one.
+    (peer, what), (store_error, _) = (result["refused"] for result in results)
+    assert (peer, store_error) == ("CheckpointPeerError", "CheckpointStoreError")
+    assert "no rights to read" in what
+    short, same = (result["short"] for result in results)
+    assert short == same
+    assert short[0] == "CheckpointDamagedError"
     # And one process reads what two have written.
     assert checkpoint.load(store).state["cut"].value[:3].tolist() == [0, 4, 8]
     tops = {name.partition("/")[0][:4] for name in _bucket.open_patiently(store).sizes("")}
