@@ -26,8 +26,11 @@ from typing import Any, NamedTuple
 import jax
 
 from .._core.file_lock import FileLock
+from .._stores.bucket import pieces
+from .._stores.opening import Objects
 from . import _files
-from ._bucket import Objects, open_objects, pieces
+from ._bucket import open_patiently
+from ._together import Share, Together
 from .errors import CheckpointDamagedError, CheckpointStoreError
 
 COMMITS = "commits/"
@@ -102,7 +105,7 @@ class BucketRun:
     """The checkpoints in a bucket. What a function finds is JSON, for the other processes: here an `Listed`."""
 
     def __init__(self, place: Any):
-        self.objects: Objects = open_objects(place)
+        self.objects: Objects = open_patiently(place)
         self.place = self.objects.url
         is_url = isinstance(place, str | os.PathLike)
         self._identity = (self.place if is_url else f"store {id(place)}", os.getpid())
@@ -122,7 +125,7 @@ class BucketRun:
             if number == 0:
                 return Listing()
             name = f"{COMMITS}{number}"
-            if (body := self.objects.read(name, 0, None)) is not None:
+            if (body := self.objects.get(name)) is not None:
                 return _parse(self.place, name, number, body)
             # A writer has deleted it since, and has created later ones.
         raise CheckpointStoreError(
@@ -214,7 +217,7 @@ class BucketRun:
         """Creates a list; returns False if another has its number."""
         name, body = f"{COMMITS}{commit.number}", _dump(commit)
         # The answer to an earlier try may have been lost.
-        return self.objects.create(name, body) or self.objects.read(name, 0, None) == body
+        return self.objects.create(name, body) or self.objects.get(name) == body
 
     def sweep(self, commit: Listing, entry: Listed) -> None:
         """Deletes what the newest list does not name: old checkpoints, old lists, and parts of saves that failed."""
@@ -241,7 +244,7 @@ class BucketRun:
     def upload(self, folder: str, root: Path, names: Sequence[str]) -> None:
         """Uploads files, several at once if the store can."""
         with ThreadPoolExecutor(self.objects.threads, thread_name_prefix="checkpoint-upload") as pool:
-            list(pool.map(lambda name: self.objects.upload(f"{folder}/{name}", root / name), names))
+            list(pool.map(lambda name: self.objects.put(f"{folder}/{name}", root / name), names))
 
 
 class BucketSource(NamedTuple):
@@ -255,49 +258,65 @@ class BucketSource(NamedTuple):
         """The step of the checkpoint."""
         return self.entry.step
 
-    @property
-    def part(self) -> tuple[int, int]:
-        """Which files this process checks: all, since each process has a copy of its own."""
-        return 0, 1
-
     @contextlib.contextmanager
-    def open(self) -> Iterator[Path]:
+    def open(self, together: Together) -> Iterator[Path]:
         """Yields a folder of this process for the files; it is deleted afterwards."""
         with _stage() as root:
             folder = root / str(self.step)
             folder.mkdir()
             try:
-                yield folder
-            except CheckpointDamagedError as error:
-                if not isinstance(error.file, Path):
-                    raise
-                name = self.name(os.path.relpath(error.file, folder))
-                raise type(error)(name, error.step, error.what) from error
+                with together, self._naming(folder):
+                    yield folder
+            except Exception:
+                # Others of this machine may still read what is here.
+                together.settle()
+                raise
 
-    def fetch(self, folder: Path) -> None:
-        """Downloads the files into the folder, where they are then checked as those of any checkpoint."""
+    @contextlib.contextmanager
+    def _naming(self, folder: Path) -> Iterator[None]:
+        """Names damaged files as they are in the bucket."""
+        try:
+            yield
+        except CheckpointDamagedError as error:
+            if not isinstance(error.file, Path):
+                raise
+            name = self.name(os.path.relpath(error.file, folder))
+            raise type(error)(name, error.step, error.what) from error
+
+    def share(self, folder: Path, together: Together) -> Share:
+        """Returns what this process downloads, and where: processes of one machine download one copy together."""
+        folders = [Path(other) for other in together.all(str(folder))]
+        first = next(number for number, other in enumerate(folders) if _sees(other))
+        near = [number for number, other in enumerate(together.all(first)) if other == first]
+        return Share(folders[first], near.index(jax.process_index()), len(near))
+
+    def fetch(self, folder: Path, share: Share) -> None:
+        """Downloads this process's part of the files, which are then checked as those of any checkpoint."""
         objects, inside = self.run.objects, f"{self.entry.folder}/"
-        if (sums := objects.read(inside + _files.SUMS, 0, None)) is None:
+        if (sums := objects.get(inside + _files.SUMS)) is None:
             raise CheckpointDamagedError(folder / _files.SUMS, self.step, _files.GONE)
         if hashlib.sha256(sums).hexdigest() != self.entry.sums:
             raise CheckpointDamagedError(folder / _files.SUMS, self.step, _files.ALTERED)
         (folder / _files.SUMS).write_bytes(sums)
-        wanted = {name for _, name in _files.read_sums(folder)}
-        found = objects.sizes(inside)
+        wanted = sorted(name for _, name in _files.read_sums(folder))
         for name in wanted:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        requests = [
-            piece for name in sorted(wanted) if inside + name in found for piece in pieces(name, found[inside + name])
-        ]
+            (share.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if share.folder != folder:
+            for top in {Path(name).parts[0] for name in wanted}:
+                (folder / top).symlink_to(share.folder / top)
+        found = objects.sizes(inside)
+        # In pieces, so that each process of a machine gets as many bytes.
+        requests = [piece for name in wanted if inside + name in found for piece in pieces(name, found[inside + name])]
 
         def download(request: tuple[str, int, int | None]) -> None:
             name, start, end = request
             # A file that goes meanwhile, and bytes that are too few, are found by its checksum.
-            if (body := objects.read(inside + name, start, end)) is not None:
-                _write_at(folder / name, start, body)
+            body = objects.get(inside + name) if end is None else objects.read(inside + name, start, end)
+            if body is not None:
+                _write_at(share.folder / name, start, body)
 
         with ThreadPoolExecutor(objects.threads, thread_name_prefix="checkpoint-download") as pool:
-            list(pool.map(download, requests))
+            list(pool.map(download, requests[share.part :: share.parts]))
 
     def name(self, file: str) -> str:
         """Names a file in messages."""
@@ -357,7 +376,7 @@ class BucketTarget:
     def join(self, sent: list[Any]) -> None:
         """Gets, in process 0, what it needs of the files of the others."""
         for process in range(1, len(sent)):
-            body = self._run.objects.read(self._index(process), 0, None)
+            body = self._run.objects.get(self._index(process))
             if body is None:
                 raise CheckpointStoreError(self.name, f"the part of process {process} is gone", "save again")
             for name, (size, parts) in json.loads(body).items():
@@ -432,6 +451,11 @@ def _stage() -> Iterator[Path]:
         made.rename(root)
         (root / "files").mkdir()
         yield root / "files"
+
+
+def _sees(folder: Path) -> bool:
+    """Returns whether this process sees the temporary folder of another one, whose name is random."""
+    return os.path.isdir(folder)
 
 
 def _names(root: Path) -> list[str]:

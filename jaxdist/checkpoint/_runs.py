@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._stores.opening import is_bucket
 from . import _files
-from ._bucket import is_bucket
 from ._bucket_run import BucketRun
-from ._together import LONGEST_PAUSE
+from ._together import LONGEST_PAUSE, Share, Together
 
 # A folder, a URL, a store of obstore or of `jaxdist.islands`.
 Location = str | os.PathLike[str] | Any
@@ -73,18 +73,19 @@ class FolderSource(NamedTuple):
         """The step of the checkpoint."""
         return int(self.folder.stem)
 
-    @property
-    def part(self) -> tuple[int, int]:
-        """Which files this process checks, of how many parts: a shared disk is read once."""
-        return jax.process_index(), jax.process_count()
-
     @contextlib.contextmanager
-    def open(self) -> Iterator[Path]:
-        """Yields the folder with its files, once `fetch` has been called."""
+    def open(self, together: Together) -> Iterator[Path]:
+        """Yields the folder with its files, once all processes have called `fetch`."""
+        del together
         yield self.folder
 
-    def fetch(self, folder: Path) -> None:
-        """Makes the files available in the folder."""
+    def share(self, folder: Path, together: Together) -> Share:
+        """Returns which files this process fetches and checks: a shared disk is read once."""
+        del together
+        return Share(folder, jax.process_index(), jax.process_count())
+
+    def fetch(self, folder: Path, share: Share) -> None:
+        """Makes this process's part of the files available in the folder."""
 
     def name(self, file: str) -> Path:
         """Names a file in messages."""

@@ -5,8 +5,9 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,6 +22,14 @@ POLL_MILLISECONDS = 500  # nothing interrupts the call
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.005, 0.25
 # All processes start the same operations in the same order, so that a counter identifies them.
 _numbers = itertools.count()
+
+
+class Share(NamedTuple):
+    """What this process reads of a checkpoint in a folder: one file in `parts`, from `part` on."""
+
+    folder: Path
+    part: int
+    parts: int
 
 
 class Together:

@@ -12,7 +12,7 @@ from ._bucket_run import BucketSource
 from ._filling import fill, read_to_host
 from ._manifest import Manifest
 from ._runs import FolderSource, Location, open_run
-from ._together import Together
+from ._together import Share, Together
 from .errors import (
     CheckpointDamagedError,
     CheckpointStoreError,
@@ -162,7 +162,7 @@ def resume(
         # The newest first; every process takes part in checking each of them.
         for one in reversed(complete):
             source = run.source(one)
-            with source.open() as folder:
+            with source.open(together) as folder:
                 try:
                     manifest = _open(source, folder, together)
                 except CheckpointDamagedError as error:
@@ -172,9 +172,10 @@ def resume(
                     continue
                 with _translate_errors(folder, source.step):
                     filled = fill(folder, source.name(""), manifest, like, changed)
+                # Until all processes have read it: a writer that starts earlier might delete the files, and several
+                # processes may read from the folder of one.
+                together.all()
             found = Resumed(filled.state, source.step, manifest.data, filled.new, filled.dropped, filled.converted)
-            # Until all processes have read it: a writer that starts earlier might delete the files.
-            together.all()
             break
         else:
             if not allow_fresh_start and (damaged or before):
@@ -218,16 +219,17 @@ def _read_one(path: Any, step: int | None, take: Callable[[Path, Path | str, Man
         for _ in range(_TRIES):
             source = _find(path, step, together)
             try:
-                with source.open() as folder:
+                with source.open(together) as folder:
                     manifest = _open(source, folder, together)
                     with _translate_errors(folder, source.step):
                         result = take(folder, source.name(""), manifest)
+                    # Until all processes have read it: several may read from one folder.
+                    together.all()
             except Exception:
                 # Only if the checkpoint itself is at fault: a deleted one fails in many ways.
                 if source.is_unchanged():
                     raise
                 continue
-            together.all()
             if source.is_read():
                 return result
     raise FileNotFoundError(
@@ -252,13 +254,20 @@ def _find(path: Any, step: int | None, together: Together) -> FolderSource | Buc
 
 
 def _open(source: FolderSource | BucketSource, folder: Path, together: Together) -> Manifest:
-    """Returns the manifest after checking all files; the damage that one process finds is an error in all."""
+    """Returns the manifest after checking all files."""
+    share = source.share(folder, together)
+    # No process checks a file before the others have fetched what they do of it.
+    _run_part(source, folder, together, lambda: source.fetch(folder, share))
+    return _run_part(source, folder, together, lambda: _check_files(folder, source.step, share))
+
+
+def _run_part(source: FolderSource | BucketSource, folder: Path, together: Together, part: Callable[[], Any]) -> Any:
+    """Returns what a part of all processes returns; the damage that one process finds is an error in all."""
     # As JSON, sorted by how much it counts: whether unreadable, whether of the checksums, the file, and the damage.
-    manifest = wrong = None
+    result = wrong = None
     try:
         with _translate_errors(folder, source.step):
-            source.fetch(folder)
-            manifest = _check_files(folder, source.step, *source.part)
+            result = part()
     except CheckpointDamagedError as error:
         wrong = [False, Path(error.file).name == _files.SUMS, os.path.relpath(error.file, folder), error.what]
     except CheckpointUnreadableError as error:
@@ -269,14 +278,13 @@ def _open(source: FolderSource | BucketSource, folder: Path, together: Together)
         if unreadable:
             raise CheckpointUnreadableError(Path(os.path.normpath(folder / name)), source.step, what)
         raise CheckpointDamagedError(source.name(os.path.normpath(name)), source.step, what)
-    assert manifest is not None
-    return manifest
+    return result
 
 
-def _check_files(folder: Path, step: int, part: int, parts: int) -> Manifest:
+def _check_files(folder: Path, step: int, share: Share) -> Manifest:
     """Checks this process's part of the files and returns the manifest."""
     try:
-        _files.check(folder, _files.read_sums(folder), part, parts)
+        _files.check(folder, _files.read_sums(folder), share.part, share.parts)
         return _manifest.read(folder / _files.MANIFEST, step)
     except (FileNotFoundError, NotADirectoryError) as error:
         # Deleted since it was listed.

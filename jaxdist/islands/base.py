@@ -1,6 +1,5 @@
-"""What an island is told, what a meeting reports, what a store is, and the exceptions of all."""
+"""What an island is told, what a meeting reports, and the exceptions of both."""
 
-from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from .._core.checks import Portable
@@ -66,31 +65,6 @@ class JoinOptions(NamedTuple):
     moments: Moments
     place: str
     on_disk: bool
-
-
-class SharedStore(NamedTuple):
-    """Named bytes that several jobs share; names are relative paths with `/`.
-
-    Every function may raise `OSError` (or what the library beneath raises) when the store is out of reach; islands
-    then try again. A store of your own needs the first five functions. Islands call them in threads of their own, one
-    at a time, but that a `put` and a deletion may run beside another function: they must not hold up the rounds.
-
-    Attributes:
-      create: `create(name, body) -> bool`: writes whole bytes under a name that is absent. Of several callers at once
-        exactly one gets `True`; to the others the name is there, with other bytes.
-      put: `put(name, body)`: writes whole bytes, over old ones; only used for names that are hashes of their bytes.
-      get: `get(name) -> bytes`, or `None` if the name is absent.
-      list: `list(prefix) -> names` that begin with `prefix`, sorted. It may miss names of the last moments.
-      delete: removes a name, if it is there.
-      delete_many: removes names, those that are there, in few requests; `None`: they are deleted one by one.
-    """
-
-    create: Callable[[str, bytes], bool]
-    put: Callable[[str, bytes], None]
-    get: Callable[[str], bytes | None]
-    list: Callable[[str], list[str]]
-    delete: Callable[[str], None]
-    delete_many: Callable[[Sequence[str]], None] | None = None
 
 
 class IslandError(Portable, RuntimeError):

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._stores.base import SharedStore
+from .._stores.problems import is_refusal
 from ..processes.broadcast import broadcast
 from .base import IslandError, StoreUnusableError
 from .protocol import is_of_run
-from .store import SharedStore
 
 logger = logging.getLogger("jaxdist.islands")
 
@@ -35,8 +36,6 @@ SLICE = 5.0
 LEAST_SILENCE = 1.0
 # Names that one request deletes, so that it holds up a meeting by no more than a moment.
 DELETED_AT_ONCE = 200
-# Names of errors of obstore that no second try mends; all libraries raise `PermissionError` or derive from it, but it.
-REFUSALS = {"PermissionDeniedError", "UnauthenticatedError"}
 
 
 class _RefusedError(ConnectionError):
@@ -309,7 +308,7 @@ class Connection:
         self.problem = problem
         level = logging.WARNING if self._is_news(kind, type(request.error)) else logging.DEBUG
         logger.log(level, "%s failed, try %d: %s", _describe(kind, arguments), tries + 1, problem)
-        return "refused" if _is_refusal(request.error) else "failed", problem
+        return "refused" if is_refusal(request.error) else "failed", problem
 
     def _is_news(self, kind: str, error: type[BaseException]) -> bool:
         """Whether such a failure was not told within the last second: a store that is away fails at once."""
@@ -390,13 +389,6 @@ def _describe(kind: str, arguments: tuple[Any, ...]) -> str:
 
 def _name_of(arguments: tuple[Any, ...]) -> str:
     return arguments[0] if arguments and isinstance(arguments[0], str) else ""
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether no second try mends an error: no rights, no such bucket, a file in the place of a folder."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    is_refused = isinstance(error, PermissionError | NotADirectoryError) or bool(names & REFUSALS)
-    return is_refused or any(word in str(error) for word in ("NoSuchBucket", "ContainerNotFound"))
 
 
 def _share(value: Any) -> Any:

@@ -22,6 +22,7 @@ from .._core.compat import Literal
 from .._core.jaxprs import inner_jaxprs
 from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
+from .._stores.base import SharedStore
 from ..local_sgd.state import LocalStepsState
 from ..state.marks import bind
 from ..state.placement import place_leaf
@@ -40,7 +41,6 @@ from .exchange import (
     to_host,
     zeros_like,
 )
-from .store import SharedStore
 
 logger = logging.getLogger("jaxdist.islands")
 RUN_JSON = "run.json"

@@ -9,12 +9,13 @@ import jax
 import optax
 
 from .._core.checks import check_count, check_range
+from .._stores.base import SharedStore
 from ..local_sgd.local_steps import method_of
 from .base import IslandError, JoinOptions, Moments
 from .connection import Connection, call_within
 from .identity import find_run, is_on_disk, place_of
 from .island import Island
-from .store import SharedStore, check_usable, open_store
+from .store import check_usable, open_store
 
 
 @contextmanager

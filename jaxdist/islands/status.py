@@ -9,13 +9,14 @@ import optax
 
 from .._core.checks import check_count
 from .._core.types import PyTree
+from .._stores.base import SharedStore
 from ..local_sgd.local_steps import method_of
 from . import identity, run
 from .cleanup import KEPT_ANCHORS
 from .connection import Connection
 from .protocol import Commit, round_name, see
 from .run import Replay
-from .store import SharedStore, open_store
+from .store import open_store
 
 # For so long `read` tries again when the store is out of reach.
 READ_SECONDS = 60.0

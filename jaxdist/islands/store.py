@@ -1,75 +1,26 @@
-"""Stores: named bytes in a shared place.
-
-The one thing that islands need of a store is "create if absent".
-"""
+"""The store of a run: the one thing that islands need of it is "create if absent"."""
 
 import os
-import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .base import SharedStore, StoreUnusableError
-from .bucket import bucket
-from .folder import folder
+from .._stores import opening
+from .._stores.base import SharedStore
+from .base import StoreUnusableError
 
 # Seconds before a request of the probe is tried again: of one in five that fail, six in a row hardly do.
 PROBE_PAUSES = (0.1, 0.2, 0.3, 0.4, 0.5)
 
 
-def memory() -> SharedStore:
-    """A store inside this process, for tests and for simulations of several islands.
-
-    Examples:
-      >>> from jaxdist.islands import memory
-      >>> store = memory()
-      >>> store.create("name", b"1"), store.create("name", b"2"), store.list("")
-      (True, False, ['name'])
-    """
-    names: dict[str, list[bytes]] = {}
-
-    def create(name: str, body: bytes) -> bool:
-        # `setdefault` is atomic among threads; a list of our own tells whether it was this call that set it.
-        box = [body]
-        return names.setdefault(name, box) is box
-
-    def put(name: str, body: bytes) -> None:
-        names[name] = [body]
-
-    def get(name: str) -> bytes | None:
-        box = names.get(name)
-        return None if box is None else box[0]
-
-    def list_names(prefix: str) -> list[str]:
-        return sorted(name for name in list(names) if name.startswith(prefix))
-
-    def delete(name: str) -> None:
-        names.pop(name, None)
-
-    def delete_many(several: Sequence[str]) -> None:
-        for name in several:
-            delete(name)
-
-    return SharedStore(create, put, get, list_names, delete, delete_many)
-
-
 def open_store(url: "str | os.PathLike[str] | SharedStore") -> SharedStore:
-    """Opens a folder or, with the extra `jaxdist[islands]`, a bucket: `s3://`, `gs://`, `az://` or another URL.
-
-    Raises:
-      ValueError: the URL is mistyped.
-    """
-    if isinstance(url, SharedStore):
-        return url
-    scheme, separator, rest = str(url).partition("://")
-    if separator and scheme != "file":
-        return bucket(str(url))
-    # A slash too few would be a folder of that name.
-    if not separator and re.match(r"[a-z][a-z0-9]+:", str(url)) and not os.path.isdir(url):
-        raise ValueError(f"{url} is no URL, which begins as s3:// does; for a folder of this name give ./{url}")
-    return folder(rest if separator else url)
+    """As `opening.open_store`; with `StoreUnusableError` for an endpoint without TLS that has not been allowed."""
+    try:
+        return opening.open_store(url)
+    except PermissionError as error:
+        raise StoreUnusableError(str(error)) from error
 
 
 def check_usable(store: SharedStore) -> None:

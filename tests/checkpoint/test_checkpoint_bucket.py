@@ -16,6 +16,7 @@ from two_processes import run_two_processes
 
 import jaxdist as jd
 from jaxdist import checkpoint, islands
+from jaxdist._stores import bucket as bucket_module
 from jaxdist.checkpoint import _bucket, _bucket_run
 
 obstore = pytest.importorskip("obstore")
@@ -390,7 +391,7 @@ def test_credentials_buckets_and_addresses(s3_server, monkeypatch):  # noqa: F81
     from_url, options = obstore.store.from_url, s3_server.options()
     bucket = s3_server.new_bucket()
     cases = {
-        "create the bucket, or correct its name": from_url("s3://no-such-bucket/run", **options),
+        "create the bucket first, or mend its name": from_url("s3://no-such-bucket/run", **options),
         "AWS_ALLOW_HTTP=true": from_url(f"s3://{bucket}", **{**options, "client_options": {}}),
         "check the network and the endpoint": from_url(
             f"s3://{bucket}", **{**options, "endpoint": "http://127.0.0.1:1"}
@@ -408,11 +409,11 @@ def test_credentials_buckets_and_addresses(s3_server, monkeypatch):  # noqa: F81
     checkpoint.save(store, STATE, 1)
     with s3_server.refusing():
         for use in (checkpoint.latest, checkpoint.load, lambda store: checkpoint.save(store, STATE, 2)):
-            with pytest.raises(checkpoint.CheckpointStoreError, match=r"403 .*; check the credentials"):
+            with pytest.raises(checkpoint.CheckpointStoreError, match=r"InvalidAccessKeyId: .*; mend the key"):
                 use(store)
-    with pytest.raises(ValueError, match="is no URL of a bucket"):
+    with pytest.raises(ValueError, match="is no bucket, such as s3://"):
         checkpoint.latest("nonsense://bucket")
-    with pytest.raises(ValueError, match="checkpoints need a folder, a URL, a store"):
+    with pytest.raises(ValueError, match="a folder, a URL, a store of obstore or of islands is needed, got 7"):
         checkpoint.latest(7)
     with pytest.raises(ValueError, match="pass the URL as text"):
         checkpoint.latest(pathlib.Path("s3://bucket/run"))
@@ -441,7 +442,7 @@ def test_without_obstore_it_says_what_to_install(monkeypatch):
 
 
 def test_large_files_go_in_pieces(s3_server, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(_bucket, "PIECE", 5 * 2**20)  # S3 takes parts of at least 5 MiB
+    monkeypatch.setattr(bucket_module, "PIECE", 5 * 2**20)  # S3 takes parts of at least 5 MiB
     state = {"noise": jnp.asarray(np.random.default_rng(0).integers(0, 2**32, 3 << 20, np.uint32))}
     store = s3_server.store()
     begun = len(s3_server.requests)
@@ -466,7 +467,7 @@ def test_what_a_save_and_a_restore_cost(s3_server):  # noqa: F811
         begun = len(s3_server.requests)
         use()
         costs[name] = len(s3_server.requests) - begun
-    files = len([name for name in _bucket.open_objects(store).sizes("") if name.startswith("2-2-")])
+    files = len([name for name in _bucket.open_patiently(store).sizes("") if name.startswith("2-2-")])
     assert costs == {"save": files + 5, "latest": 2, "restore": files + 3}
     assert files == 10
 
@@ -493,12 +494,27 @@ def test_two_processes(processes):
     for number, result in enumerate(results):
         assert result["name"] == "4-4-"
         assert result["latest"] == 4
-        assert result["resumed"] == [4, None, [True] * 4]
+        assert result["resumed together"] == result["resumed apart"] == [4, None, [True] * 4]
+        assert result["left"] == []
         for process in (0, 1):
             name, text = result[f"upload of {process}"]
             assert name == ("OSError" if number == process else "CheckpointPeerError")
             assert "Input/output error" in text
+    # A machine downloads one copy, each process as much of it; processes that share no folder have one each.
+    sizes = _bucket.open_patiently(store).sizes("4-4-")
+    total = sum(size for name, size in sizes.items() if not name.endswith("SHA256SUMS"))
+    together = [result["received together"] for result in results]
+    assert sum(together) == total
+    assert max(together) < 0.6 * total
+    assert [result["received apart"] for result in results] == [total] * 2
+    # A failure or damage in the part of one process reaches the other one.
+    (peer, what), (store_error, _) = (result["refused"] for result in results)
+    assert (peer, store_error) == ("CheckpointPeerError", "CheckpointStoreError")
+    assert "no rights to read" in what
+    short, same = (result["short"] for result in results)
+    assert short == same
+    assert short[0] == "CheckpointDamagedError"
     # And one process reads what two have written.
     assert checkpoint.load(store).state["cut"].value[:3].tolist() == [0, 4, 8]
-    tops = {name.partition("/")[0][:4] for name in _bucket.open_objects(store).sizes("")}
+    tops = {name.partition("/")[0][:4] for name in _bucket.open_patiently(store).sizes("")}
     assert tops == {"3-3-", "4-4-", "comm"}

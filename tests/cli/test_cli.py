@@ -250,7 +250,7 @@ def test_train_keeps_its_checkpoints_in_a_bucket(tmp_path, capsys):
     assert "has already done 3 steps" in capsys.readouterr().err
     # A store that fails is one line.
     assert cli.main([*arguments[:-1], "--resume", "--checkpoint", "nonsense://bucket"]) == 2
-    assert "nonsense://bucket is no URL of a bucket" in capsys.readouterr().err
+    assert "nonsense://bucket is no bucket, such as s3://" in capsys.readouterr().err
 
 
 def test_a_finished_run_on_disk_is_refused_before_its_baseline_is_trained(tmp_path, monkeypatch, capsys):

@@ -12,14 +12,13 @@ from islands_run import method, step_of, train
 
 from jaxdist import islands
 from jaxdist._cli import main as cli
-from jaxdist.islands.bucket_settings import settings_for
+from jaxdist._stores import bucket as module
+from jaxdist._stores.settings import settings_for
 from jaxdist.islands.store import check_usable, open_store
 
 pytest.importorskip("obstore")
 boto3 = pytest.importorskip("boto3", reason="comes with moto: pip install 'moto[server]'")
 from obstore.store import from_url  # noqa: E402
-
-module = sys.modules["jaxdist.islands.bucket"]
 
 
 @pytest.fixture(scope="module")
@@ -342,8 +341,11 @@ def test_an_endpoint_without_tls_needs_one_permission(server, monkeypatch):
     with pytest.raises(PermissionError, match="allow_http=True"):
         s3_bucket(server, allow_http=False).get("nothing")
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    with pytest.raises(islands.StoreUnusableError, match=rf"AWS_ENDPOINT_URL={server} has no TLS.*AWS_ALLOW_HTTP=true"):
+    message = rf"AWS_ENDPOINT_URL={server} has no TLS.*AWS_ALLOW_HTTP=true"
+    with pytest.raises(PermissionError, match=message):
         islands.bucket("s3://islands/run", **KEYS)
+    with pytest.raises(islands.StoreUnusableError, match=message):
+        open_store("s3://islands/run")
     assert islands.bucket("s3://islands/run", allow_http=True, **KEYS).get("nothing") is None
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     assert islands.bucket("s3://islands/run", **KEYS).get("nothing") is None
@@ -352,7 +354,7 @@ def test_an_endpoint_without_tls_needs_one_permission(server, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("s4://bucket/run", "is no bucket that islands can use, such as s3://"),
+        ("s4://bucket/run", "is no bucket, such as s3://"),
         ("s3://", "is no bucket"),
         ("s3:///run", "is no bucket"),
         ("gs://", "is no bucket"),
@@ -390,11 +392,11 @@ def test_the_connection_string_of_azure_is_read(monkeypatch):
         "BlobEndpoint=http://10.0.0.7/lab",
     ]
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", ";".join([*parts, ""]))
-    settings = settings_for("az://box/run", {}, allow_http=None, profile=None, timeout=None)
+    settings = settings_for("az://box/run", {})
     assert settings["client_options"] == {"allow_http": True}
     found = from_url("az://box/run", **settings).config
     assert (found["account_name"], found["account_key"], found["endpoint"]) == ("lab", key, "http://10.0.0.7/lab")
-    own = settings_for("az://box/run", {"account_name": "own"}, allow_http=None, profile=None, timeout=None)
+    own = settings_for("az://box/run", {"account_name": "own"})
     assert own["account_name"] == "own"
 
 

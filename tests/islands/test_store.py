@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -14,6 +13,7 @@ from buckets import s3_bucket, s3_server
 from islands_run import method, train_together
 
 from jaxdist import islands
+from jaxdist._stores import bucket as bucket_module
 from jaxdist.islands.connection import Connection
 from jaxdist.islands.store import check_usable, open_store
 
@@ -108,7 +108,7 @@ def test_bytes_come_back_whole(store):
 
 def test_large_bytes_come_back_whole_in_pieces(store, monkeypatch):
     # S3 takes parts of at least 5 MiB.
-    monkeypatch.setattr(sys.modules["jaxdist.islands.bucket"], "PIECE", 6 * 2**20)
+    monkeypatch.setattr(bucket_module, "PIECE", 6 * 2**20)
     body = bytes(range(256)) * 2**16
     store.put("bodies/x", body)
     assert store.get("bodies/x") == body

@@ -1,6 +1,7 @@
 """Servers of buckets on this machine, and a proxy before them that fails on purpose."""
 
 import contextlib
+import functools
 import http.client
 import http.server
 import logging
@@ -27,6 +28,7 @@ def s3_server() -> Iterator[str]:
     moto = pytest.importorskip("moto.server", reason="no S3 server here: pip install 'moto[server]'")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    create_once()
     server.start()
     url = "http://{}:{}".format(*server.get_host_and_port())
     # Other servers of this process have the same state.
@@ -36,6 +38,20 @@ def s3_server() -> Iterator[str]:
         yield url
     finally:
         server.stop()
+
+
+@functools.cache
+def create_once() -> None:
+    """Lets moto put one object at a time: it looks whether a name is there, and puts it later, without a lock."""
+    from moto.s3.responses import S3Response
+
+    put, lock = S3Response._key_response_put, threading.Lock()
+
+    def put_alone(self: S3Response, query: dict[str, Any], key_name: str) -> Any:
+        with lock:
+            return put(self, query, key_name)
+
+    S3Response._key_response_put = put_alone
 
 
 def fill(names: Iterable[str]) -> None:

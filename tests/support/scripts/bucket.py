@@ -6,7 +6,9 @@ Prints, as JSON, what came of it in this process.
 """
 
 import json
+import os
 import sys
+import tempfile
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,8 @@ from obstore.store import from_url
 
 import jaxdist as jd
 from jaxdist import checkpoint
+from jaxdist._stores import bucket
+from jaxdist._stores.bucket import _Bucket
 from jaxdist.checkpoint import _bucket_run
 
 
@@ -24,6 +28,55 @@ def equal(left, right):
     if jnp.issubdtype(left.dtype, jax.dtypes.prng_key):
         left, right = jax.random.key_data(left), jax.random.key_data(right)
     return all(bool((a.data == b.data).all()) for a, b in zip(left.addressable_shards, right.addressable_shards))
+
+
+def attempt(function, *arguments, **options):
+    try:
+        return function(*arguments, **options)
+    except Exception as error:
+        return [type(error).__name__, str(error)[:300]]
+
+
+def read(store, make):
+    """Reads the last checkpoint: whether processes see each other's folders, and if process 1 gets other bytes."""
+    results = {}
+    tempfile.tempdir = f"{sys.argv[1]}/{jax.process_index()}"
+    os.mkdir(tempfile.tempdir)
+    whole, received = _Bucket.read, []
+
+    def count(self, name, start, end):
+        body = whole(self, name, start, end)
+        received.append(len(body or b""))
+        return body
+
+    for name, sees in (
+        ("together", _bucket_run._sees),
+        ("apart", lambda folder: folder.is_relative_to(tempfile.tempdir)),
+    ):
+        received.clear()
+        with (
+            mock.patch.object(bucket, "PIECE", 1000),
+            mock.patch.object(_Bucket, "read", count),
+            mock.patch.object(_bucket_run, "_sees", sees),
+        ):
+            found = checkpoint.resume(store, make(0.0))
+        same = jax.tree.map(equal, found.state, make(4.0))
+        results[f"resumed {name}"] = [found.step, found.data, jax.tree.leaves(same)]
+        results[f"received {name}"] = sum(received)
+
+    def refuse(*_):
+        raise PermissionError("no rights to read")
+
+    # What process 1 does not get, or other bytes than were written, which process 0 may have to check.
+    write = _bucket_run._write_at
+    for name, broken in (
+        ("refused", mock.patch.object(_Bucket, "read", refuse)),
+        ("short", mock.patch.object(_bucket_run, "_write_at", lambda file, start, body: write(file, start, body[:-1]))),
+    ):
+        with broken if jax.process_index() == 1 else mock.MagicMock():
+            results[name] = attempt(checkpoint.restore, store, make(0.0))
+    results["left"] = os.listdir(tempfile.tempdir)
+    return results
 
 
 def main():
@@ -36,12 +89,6 @@ def main():
     def make(scale):
         state = {"w": jnp.arange(6.0) * scale, "own": jd.PerWorker(jnp.full(5, scale)), "key": jax.random.key(3)}
         return jd.place({**state, "cut": jd.Sharded(jnp.arange(10_001.0) * scale)}, mesh)
-
-    def attempt(function, *arguments, **options):
-        try:
-            return function(*arguments, **options)
-        except Exception as error:
-            return [type(error).__name__, str(error)[:300]]
 
     results = {}
     checkpoint.save(store, make(1.0), 1)
@@ -58,9 +105,7 @@ def main():
         with broken if jax.process_index() == process else mock.MagicMock():
             results[f"upload of {process}"] = attempt(checkpoint.save, store, make(9.0), 9)
     results["latest"] = checkpoint.latest(store)
-    found = checkpoint.resume(store, make(0.0))
-    same = jax.tree.map(equal, found.state, make(4.0))
-    results["resumed"] = [found.step, found.data, jax.tree.leaves(same)]
+    results |= read(store, make)
     print("RESULT " + json.dumps(results), flush=True)
 
 

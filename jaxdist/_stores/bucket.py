@@ -1,16 +1,20 @@
 """A store in a bucket of a cloud, or of a server that speaks as one."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from .base import SharedStore
-from .bucket_problems import explain, is_bucket_missing
-from .bucket_settings import settings_for
+from .problems import explain, is_bucket_missing
+from .settings import settings_for
 
 # Bytes of one request to a bucket.
 PIECE = 8 * 2**20
+# Parts of one body that are sent at once.
+PARTS = 4
 # Seconds that a request may take if the caller names no others: those of obstore.
 REQUEST_SECONDS = 30.0
 # So many pieces obstore reads at once.
@@ -56,62 +60,75 @@ def bucket(
     Raises:
       ImportError: obstore is not installed, or `profile` needs boto3.
       ValueError: the URL or an option is mistyped, or there is no such profile.
-      StoreUnusableError: the environment names an endpoint without TLS, which `allow_http` does not allow.
+      PermissionError: the environment names an endpoint without TLS, which `allow_http` does not allow.
 
     Examples:
       >>> from jaxdist.islands import bucket
       >>> bucket("memory:///").list("")
       []
     """
-    try:
-        import obstore
-        from obstore.store import from_url
-    except ImportError as error:
-        raise ImportError(f"{url} is a bucket, which needs obstore: pip install 'jaxdist[islands]'") from error
     options |= {"endpoint": endpoint, "region": region, "credential_provider": credential_provider}
     options = {name: value for name, value in options.items() if value is not None}
-    settings = settings_for(url, options, allow_http=allow_http, profile=profile, timeout=timeout)
+    place = open_bucket(url, options, allow_http=allow_http, profile=profile, timeout=timeout)
+    functions = (place.create, place.put, place.get, place.list, place.delete, place.delete_many)
+    return SharedStore(*(_explaining(url, function) for function in functions))
+
+
+def open_bucket(url: str, options: Mapping[str, Any], **choices: Any) -> "_Bucket":
+    """Opens a bucket, whose requests raise what obstore raises; the choices are those of `settings_for`."""
+    obstore, settings = import_obstore(url), settings_for(url, options, **choices)
     try:
-        opened = from_url(url, **settings)
+        opened = obstore.store.from_url(url, **settings)
     except (ValueError, TypeError, obstore.exceptions.BaseError) as error:
         raise ValueError(f"{url} cannot be opened: {explain(error, url).args[0]}") from error
-    place = _Bucket(obstore, opened, url, timeout or REQUEST_SECONDS)
-    return SharedStore(place.create, place.put, place.get, place.list, place.delete, place.delete_many)
+    return _Bucket(opened, choices.get("timeout") or REQUEST_SECONDS)
+
+
+def import_obstore(place: Any) -> Any:
+    """Imports obstore, which a place needs."""
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        raise ImportError(f"{place} is a bucket, which needs obstore: pip install 'jaxdist[islands]'") from error
+    return obstore
 
 
 class _Bucket:
-    """The functions of a `SharedStore` for one of obstore."""
+    """The functions of a `SharedStore` for a store of obstore, and those of parts, files and sizes."""
 
-    def __init__(self, obstore: Any, place: Any, url: str, seconds: float):
-        self._obstore, self._place, self._url, self._seconds = obstore, place, url, seconds
+    def __init__(self, place: Any, seconds: float = REQUEST_SECONDS):
+        self._obstore, self._place, self._seconds = import_obstore(place), place, seconds
 
     def create(self, name: str, body: bytes) -> bool:
-        with self._explaining():
-            try:
-                self._obstore.put(self._place, name, body, mode="create", use_multipart=False)
-                return True
-            except self._obstore.exceptions.AlreadyExistsError as error:
-                refused = error
+        try:
+            self._obstore.put(self._place, name, body, mode="create", use_multipart=False)
+            return True
+        except self._obstore.exceptions.AlreadyExistsError as error:
+            refused = error
         # S3 also refuses one of two that create a name at the same moment (409): then none of them may have.
         if self.get(name) is None:
             raise ConnectionError(f"{name} was neither created nor is it there") from refused
         return False
 
-    def put(self, name: str, body: bytes) -> None:
-        with self._explaining():
-            self._obstore.put(self._place, name, body, chunk_size=PIECE, max_concurrency=4)
+    def put(self, name: str, body: bytes | Path) -> None:
+        self._obstore.put(self._place, name, body, chunk_size=PIECE, max_concurrency=PARTS)
 
     def get(self, name: str) -> bytes | None:
-        with self._explaining():
-            try:
-                return self._read(name)
-            except FileNotFoundError as error:
-                # A run in a bucket that is missing is no empty run.
-                if is_bucket_missing(error):
-                    raise
-                return None
+        try:
+            return self._read_whole(name)
+        except FileNotFoundError as error:
+            return _none_unless_bucket_is_missing(error)
 
-    def _read(self, name: str) -> bytes:
+    def read(self, name: str, start: int, end: int) -> bytes | None:
+        try:
+            # No byte of an empty body can be asked for.
+            read = self._obstore.get_range
+            return bytes(read(self._place, name, start=start, end=end)) if end > start else b""
+        except FileNotFoundError as error:
+            return _none_unless_bucket_is_missing(error)
+
+    def _read_whole(self, name: str) -> bytes:
         started = time.monotonic()
         try:
             # The answer to the first piece tells the size, so that no byte is asked for twice.
@@ -140,32 +157,52 @@ class _Bucket:
                 found |= {start: bytes(piece) for start, piece in zip(some, read)}
         return [found[start] for start in starts]
 
-    def list(self, prefix: str) -> list[str]:
+    def sizes(self, prefix: str) -> dict[str, int]:
         # Object stores list whole folders: the rest of the prefix is for us to compare.
-        inside = prefix.rpartition("/")[0]
-        with self._explaining():
-            found = [entry["path"] for chunk in self._obstore.list(self._place, inside or None) for entry in chunk]
-        return sorted(name for name in found if name.startswith(prefix))
+        chunks = self._obstore.list(self._place, prefix.rpartition("/")[0] or None)
+        found = {entry["path"]: entry["size"] for chunk in chunks for entry in chunk}
+        return {name: size for name, size in found.items() if name.startswith(prefix)}
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(self.sizes(prefix))
 
     def delete(self, name: str) -> None:
         self.delete_many([name])
 
     def delete_many(self, names: Sequence[str]) -> None:
-        with self._explaining():
-            try:
-                self._obstore.delete(self._place, list(names))
-            except FileNotFoundError as error:
-                if is_bucket_missing(error):
-                    raise
-                # Some clouds stop at a name that is not there.
-                for name in names if len(names) > 1 else ():
-                    with suppress(FileNotFoundError):
-                        self._obstore.delete(self._place, name)
-
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Raises what the library reports as an `OSError` of one line that names the cure."""
         try:
-            yield
-        except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-            raise explain(error, self._url) from error
+            self._obstore.delete(self._place, [*names])
+        except FileNotFoundError as error:
+            _none_unless_bucket_is_missing(error)
+            # Some clouds stop at a name that is not there.
+            for name in names if len(names) > 1 else ():
+                with suppress(FileNotFoundError):
+                    self._obstore.delete(self._place, name)
+
+
+def _none_unless_bucket_is_missing(error: FileNotFoundError) -> None:
+    # What is missing in a bucket that is missing would look like an empty run.
+    if is_bucket_missing(error):
+        raise error
+
+
+def _explaining(url: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Raises what the library reports as an `OSError` of one line that names the cure."""
+    errors = (import_obstore(url).exceptions.BaseError, FileNotFoundError)
+
+    @wraps(function)
+    def ask(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except errors as error:
+            raise explain(error, url) from error
+
+    return ask
+
+
+def pieces(name: str, size: int | None) -> Iterable[tuple[str, int, int | None]]:
+    """Returns the requests for the bytes of a name."""
+    if size is None:
+        return [(name, 0, None)]
+    # An empty body is one request too.
+    return [(name, start, min(start + PIECE, size)) for start in range(0, max(size, 1), PIECE)]

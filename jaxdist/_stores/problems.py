@@ -13,8 +13,11 @@ class _Meaning(NamedTuple):
 
 
 MISSING = r"<Code>(NoSuchBucket|ContainerNotFound|ContainerBeingDeleted)<|specified bucket does not exist"
+CREATE = "create the bucket first, or mend its name or the endpoint"
+# Names of errors of obstore that no second try mends; all libraries raise `PermissionError` or derive from it, but it.
+REFUSALS = {"PermissionDeniedError", "UnauthenticatedError", "InvalidPathError", "NotSupportedError"}
 MEANINGS = (
-    _Meaning(MISSING, FileNotFoundError, "create the bucket first, or mend its name or the endpoint"),
+    _Meaning(MISSING, FileNotFoundError, CREATE),
     _Meaning(
         r"<Code>(ExpiredToken|InvalidToken|TokenRefreshRequired)<|TokenRetrievalError|UnauthorizedSSOTokenError|"
         r"SSOTokenLoadError|RefreshError|token .*expired",
@@ -52,6 +55,8 @@ MEANINGS = (
         PermissionError,
         "for a server that deletes one name at a time: disable_bulk_delete=True or AWS_DISABLE_BULK_DELETE=true",
     ),
+    # Not of a name, which is looked for before.
+    _Meaning(r"404 Not Found", FileNotFoundError, CREATE),
     _Meaning(r"TimedOut|timed out", TimeoutError, "longer for slow links: timeout="),
 )
 
@@ -61,11 +66,33 @@ def is_bucket_missing(error: Exception) -> bool:
     return re.search(MISSING, str(error)) is not None
 
 
+def is_refusal(error: Exception) -> bool:
+    """Whether no second try mends an error: no rights, no such bucket, a file in the place of a folder."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    is_refused = isinstance(error, PermissionError | NotADirectoryError) or bool(names & REFUSALS)
+    return is_refused or any(word in str(error) for word in ("NoSuchBucket", "ContainerNotFound"))
+
+
 def explain(error: Exception, url: str) -> OSError:
     """The error in one line: what the server said, and what to do."""
-    whole = str(error)
-    meaning = next((one for one in MEANINGS if re.search(one.pattern, whole)), _Meaning("", ConnectionError, ""))
-    return meaning.kind(f"{url}: {_say(whole)}{meaning.cure and '; ' + meaning.cure}")
+    meaning = _meaning_of(error)
+    return meaning.kind(f"{url}: {_say(str(error))}{meaning.cure and '; ' + meaning.cure}")
+
+
+def diagnose(error: Exception) -> tuple[str, str]:
+    """What an error of any store says, explained or not, and what the user must do; empty if it may pass by itself."""
+    text = str(error)
+    explained = next((one for one in MEANINGS if text.endswith(f"; {one.cure}")), None)
+    meaning = explained or _meaning_of(error)
+    said = _say(text.removesuffix(f"; {meaning.cure}"))
+    if meaning.cure and meaning.kind is not TimeoutError:
+        return said, meaning.cure
+    is_final = is_refusal(error) or isinstance(error, FileNotFoundError)
+    return said, "mend that, and start again" if is_final else ""
+
+
+def _meaning_of(error: Exception) -> _Meaning:
+    return next((one for one in MEANINGS if re.search(one.pattern, str(error))), _Meaning("", ConnectionError, ""))
 
 
 def _say(whole: str) -> str:

@@ -6,8 +6,6 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from .base import StoreUnusableError
-
 # The clouds of the schemes; an address by https:// is of the cloud to which its host belongs.
 CLOUDS = {"s3": "s3", "s3a": "s3", "gs": "gs"} | dict.fromkeys(("az", "azure", "adl", "abfs", "abfss"), "az")
 HOSTS = {
@@ -40,15 +38,18 @@ def settings_for(
     url: str,
     options: Mapping[str, Any],
     *,
-    allow_http: bool | None,
-    profile: str | None,
-    timeout: float | None,
+    allow_http: bool | None = None,
+    profile: str | None = None,
+    timeout: float | None = None,
+    repeat: bool = False,
 ) -> dict[str, Any]:
     """The arguments of `obstore.store.from_url` for a URL and the options of the caller.
 
+    Obstore repeats requests that fail only if `repeat` says so.
+
     Raises:
-      ValueError: the URL is of no store that islands can use.
-      StoreUnusableError: the environment names an endpoint without TLS, which the caller has not allowed.
+      ValueError: the URL is of no bucket.
+      PermissionError: the environment names an endpoint without TLS, which the caller has not allowed.
     """
     scheme = urlsplit(url).scheme
     if scheme in LOCAL:
@@ -67,7 +68,8 @@ def settings_for(
     limits = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
     permission = {"allow_http": True} if _allows_http(cloud, settings, allow_http) else {}
     client = {**limits, **permission, **settings.get("client_options", {})}
-    return {"retry_config": {"max_retries": 0}, **settings, "client_options": client}
+    retries = {} if repeat else {"retry_config": {"max_retries": 0}}
+    return {**retries, **settings, "client_options": client}
 
 
 def _cloud_of(url: str) -> str:
@@ -81,8 +83,8 @@ def _cloud_of(url: str) -> str:
             else ""
         )
         raise ValueError(
-            f"{url} is no bucket that islands can use, such as s3://bucket/folder, gs://bucket/folder or "
-            f"az://container/folder{cure and '; ' + cure}"
+            f"{url} is no bucket, such as s3://bucket/folder, gs://bucket/folder or az://container/folder"
+            f"{cure and '; ' + cure}"
         )
     return cloud
 
@@ -98,7 +100,7 @@ def _allows_http(cloud: str, settings: Mapping[str, Any], allowed: bool | None) 
     plain = [name for name, value in found.items() if value.startswith("http://")]
     is_allowed = allowed or settings.get("client_options", {}).get("allow_http")
     if given is None and plain and not is_allowed:
-        raise StoreUnusableError(
+        raise PermissionError(
             f"{plain[0]}={found[plain[0]]} has no TLS: anyone on the way can read and change what is sent; if that is "
             f"right, as in a network of your own, say allow_http=True, --store allow_http=true or {permission}=true"
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .base import SharedStore, StoreUnusableError
+from .base import SharedStore
 
 # How the names of temporary files begin.
 WRITING = ".writing-"
@@ -64,10 +64,10 @@ class _Folder:
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            raise StoreUnusableError(
-                f"the folder {self._root} is in a file system without hard links ({error.strerror}), by which islands "
-                "create a name once: it may be a bucket that is mounted (s3fs, gcsfuse), of which islands take the URL "
-                "(s3://..., gs://...); otherwise use a folder on a disk, NFS or Lustre"
+            raise PermissionError(
+                f"the folder {self._root} is in a file system without hard links ({error.strerror}), by which a name "
+                "is created once: if it is a bucket that is mounted (s3fs, gcsfuse), take the URL of that (s3://..., "
+                "gs://...); otherwise use a folder on a disk, NFS or Lustre"
             ) from error
         finally:
             temporary.unlink()

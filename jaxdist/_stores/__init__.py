@@ -1,0 +1,1 @@
+"""Named bytes that several jobs share, in a folder or a bucket: private, the base of `checkpoint` and `islands`."""

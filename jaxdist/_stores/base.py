@@ -1,0 +1,65 @@
+"""What a store is: named bytes that several jobs share; and one inside this process."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class SharedStore(NamedTuple):
+    """Named bytes that several jobs share; names are relative paths with `/`.
+
+    Every function may raise `OSError` (or what the library beneath raises) when the store is out of reach; islands
+    then try again. A store of your own needs the first five functions. Islands call them in threads of their own, one
+    at a time, but that a `put` and a deletion may run beside another function: they must not hold up the rounds.
+
+    Attributes:
+      create: `create(name, body) -> bool`: writes whole bytes under a name that is absent. Of several callers at once
+        exactly one gets `True`; to the others the name is there, with other bytes.
+      put: `put(name, body)`: writes whole bytes, over old ones; only used for names that are hashes of their bytes.
+      get: `get(name) -> bytes`, or `None` if the name is absent.
+      list: `list(prefix) -> names` that begin with `prefix`, sorted. It may miss names of the last moments.
+      delete: removes a name, if it is there.
+      delete_many: removes names, those that are there, in few requests; `None`: they are deleted one by one.
+    """
+
+    create: Callable[[str, bytes], bool]
+    put: Callable[[str, bytes], None]
+    get: Callable[[str], bytes | None]
+    list: Callable[[str], list[str]]
+    delete: Callable[[str], None]
+    delete_many: Callable[[Sequence[str]], None] | None = None
+
+
+def memory() -> SharedStore:
+    """A store inside this process, for tests and for simulations of several islands.
+
+    Examples:
+      >>> from jaxdist.islands import memory
+      >>> store = memory()
+      >>> store.create("name", b"1"), store.create("name", b"2"), store.list("")
+      (True, False, ['name'])
+    """
+    names: dict[str, list[bytes]] = {}
+
+    def create(name: str, body: bytes) -> bool:
+        # `setdefault` is atomic among threads; a list of our own tells whether it was this call that set it.
+        box = [body]
+        return names.setdefault(name, box) is box
+
+    def put(name: str, body: bytes) -> None:
+        names[name] = [body]
+
+    def get(name: str) -> bytes | None:
+        box = names.get(name)
+        return None if box is None else box[0]
+
+    def list_names(prefix: str) -> list[str]:
+        return sorted(name for name in list(names) if name.startswith(prefix))
+
+    def delete(name: str) -> None:
+        names.pop(name, None)
+
+    def delete_many(several: Sequence[str]) -> None:
+        for name in several:
+            delete(name)
+
+    return SharedStore(create, put, get, list_names, delete, delete_many)
