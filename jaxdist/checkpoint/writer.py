@@ -40,9 +40,9 @@ class Writer(NamedTuple):
 def save(path: Location, state: State, step: SupportsIndex, *, data: Any = None, keep: int | None = None) -> Path | str:
     """Writes a state to `path/<step>` atomically and returns that folder: `latest` and `restore` never see a part.
 
-    Every leaf is written under its path in the tree, by the processes that hold it, with a checksum of every file.
-    Process 0 commits, by a rename or, in a bucket, by creating one object, once all processes have written. All must
-    call it together, with a path on a shared file system or a bucket. If one fails, the others raise within seconds.
+    Every leaf is written by the processes that hold it, with a checksum of every file. Process 0 commits, by a rename
+    or, in a bucket, by creating one object, once all have written. All processes must call it together, with a path
+    that all see. If one fails, the others raise within seconds.
 
     The run continues from this checkpoint: those of later steps are set aside as `<step>.abandoned`.
 
@@ -54,10 +54,9 @@ def save(path: Location, state: State, step: SupportsIndex, *, data: Any = None,
       step: the number of steps that the state has done. A checkpoint of the same step is replaced once the new one is
         complete.
       data: what else a restart needs, such as the position in the data set: any JSON value (keys of dicts are text),
-        the same on all processes. Count the examples of the whole run, not of a worker, to stay independent of their
-        number.
-      keep: how many checkpoints to keep, including this one; the oldest are deleted. None keeps all. Each needs the
-        disk space of the state; keep at least two, in case one is damaged.
+        the same on all processes.
+      keep: how many checkpoints to keep, including this one, and at least two, in case one is damaged; the oldest are
+        deleted. None keeps all.
 
     Raises:
       CheckpointFullError: no space is left; the part that was written is deleted.
@@ -65,10 +64,9 @@ def save(path: Location, state: State, step: SupportsIndex, *, data: Any = None,
       CheckpointPeerError: another process failed.
       CheckpointStoreError: the bucket does not answer or refuses.
       ImportError: orbax (the extra `train`) or, for a bucket, obstore (the extra `islands`) is not installed.
-      ValueError: a negative step, `keep` below 1, `data` that is not JSON, two leaves with one name
-        (`{"a.b": x, "a": {"b": y}}`), a leaf that JAX or the format would convert (64 bits of NumPy while JAX has 32,
-        `uint4`), that was donated or, in a job of several processes, not placed; or another process, or `writing`
-        around the call, writes there.
+      ValueError: a negative step, `keep` below 1, `data` that is not JSON, two leaves with one name, a leaf that JAX or
+        the format would convert (64 bits of NumPy while JAX has 32, `uint4`), that was donated or not placed; or
+        another process, or `writing` around the call, writes there.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile

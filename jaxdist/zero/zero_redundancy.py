@@ -98,9 +98,8 @@ def zero_redundancy(
 ) -> optax.GradientTransformationExtraArgs:
     """Shards the optimizer's state over the workers: each updates its shard of the parameters, and all gather updates.
 
-    `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_shard)`, `updates = all_gather(u)`, for any optimizer, with its
-    results on whole arrays. It replaces `all_reduce`. Products of matrices (Muon) are divided: of equal ones each
-    worker computes `1/W`. See docs/explanation/how-your-optimizer-runs.md.
+    `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_shard)`, `updates = all_gather(u)`, with the results that `inner`
+    has on whole arrays. It replaces `all_reduce`. Of equal products of matrices (Muon) each worker computes `1/W`.
 
     *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes (padded); with
     `examples` four bytes more; for products of matrices `(W-1)/W² · 4n` more; with compression `(W-1)` times the
