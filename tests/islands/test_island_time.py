@@ -1,6 +1,5 @@
 """No call waits longer than its deadline, whatever a store does, and what is under way then is kept."""
 
-import collections
 import contextlib
 import logging
 import threading
@@ -443,25 +442,6 @@ def test_a_refusal_ends_entering_at_once_and_meetings_after_the_patience(caplog)
         refused.clear()
     failed = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert any("create('" in record.getMessage() and "try 1" in record.getMessage() for record in failed)
-
-
-def test_an_island_and_round_take_about_ten_requests():
-    """Four islands over a store that takes 20 ms for each request, looks for drifts included: eighteen and more before.
-
-    On a machine that does other work an island looks more often, or two create one commit.
-    """
-    counts, base, tx = collections.Counter(), islands.memory(), method(inner=optax.sgd(0.1))
-
-    def count(number, name, function, arguments):
-        time.sleep(0.02)
-        counts[name] += 1
-        return function(*arguments)
-
-    rounds, names = 9, ["a", "b", "c", "d"]
-    found = train_together(wrap(base, count), tx, names, rounds, round_timeout=30, keep_every=100)
-    reports = [report for _, reports in found.values() for report in reports[1:]]
-    assert all(report.counted and not report.late for report in reports)
-    assert sum(report.requests for report in reports) / len(reports) <= 12
 
 
 def warnings_of(caplog):
