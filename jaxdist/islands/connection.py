@@ -31,8 +31,8 @@ LEAST_SECONDS = 0.1
 # Processes that wait for process 0 do so in a collective, which has a time limit of its own; and a log says what takes
 # longer.
 SLICE = 5.0
-# Seconds between two warnings of failures of one kind.
-LEAST_SILENCE = 1.0
+# Seconds between two warnings of failures of one kind, at first and where they go on.
+LEAST_SILENCE, MOST_SILENCE = 1.0, 60.0
 # Names that one request deletes, so that it holds up a meeting by no more than a moment.
 DELETED_AT_ONCE = 200
 # Names of errors of obstore that no second try mends; all libraries raise `PermissionError` or derive from it, but it.
@@ -160,8 +160,8 @@ class Connection:
         if foreground is None:
             self._uploads, self._deletions, self._requests = Lane(), Lane(), Lane()
             self._lock, self._traffic = threading.Lock(), StoreTraffic()
-            # When the log was last told of failures of a kind.
-            self._told: dict[tuple[str, type[BaseException]], float] = {}
+            # Until when the log is told no more of failures of a kind, and for how long it was not told before.
+            self._silences: dict[tuple[str, type[BaseException]], tuple[float, float]] = {}
             # Seconds that a small request takes.
             self._seconds = 0.0
             # Bytes that were read ahead, by name; never others than those in the store.
@@ -300,6 +300,7 @@ class Connection:
         del self._under_way[key]
         if request.error is None:
             self._count(kind, arguments, request, tries)
+            self._end_silences(kind)
             self.problem = None
             return "answered", request.answer
         if not isinstance(request.error, Exception):
@@ -312,12 +313,20 @@ class Connection:
         return "refused" if _is_refusal(request.error) else "failed", problem
 
     def _is_news(self, kind: str, error: type[BaseException]) -> bool:
-        """Whether such a failure was not told within the last second: a store that is away fails at once."""
-        told, now = self._shared._told, time.monotonic()
-        if now - told.get((kind, error), -LEAST_SILENCE) < LEAST_SILENCE:
+        """Whether the log is told of such a failure: a store that is away fails at once, for hours."""
+        silences, now = self._shared._silences, time.monotonic()
+        end, before = silences.get((kind, error), (now, 0.0))
+        if now < end:
             return False
-        told[kind, error] = now
+        seconds = min(max(2 * before, LEAST_SILENCE), MOST_SILENCE)
+        silences[kind, error] = now + seconds, seconds
         return True
+
+    def _end_silences(self, kind: str) -> None:
+        """The next failure is news, but where some of every few requests fail."""
+        for key, (end, seconds) in list(self._shared._silences.items()):
+            if key[0] == kind and seconds:
+                self._shared._silences[key] = end - seconds + LEAST_SILENCE, 0.0
 
     def _lane_of(self, kind: str) -> Lane:
         if kind == "put":
