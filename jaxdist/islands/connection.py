@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from ..processes.broadcast import broadcast
+from . import base
 from .base import IslandError, StoreUnusableError
 from .protocol import is_of_run
 from .store import SharedStore
@@ -263,6 +264,33 @@ class Connection:
                 what, name = answer
                 raise _UnansweredError(f"the store has not answered {what} within {now - asked_at:.1f} s", name)
 
+    def call_within(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function that asks the store returns, called in another thread of process 0; JSON can hold it.
+
+        Raises:
+          IslandError: the one that the function raises, in all processes.
+          StoreUnusableError: there is no answer after so many seconds.
+        """
+        request, end = Request(function, arguments), self.now() + seconds
+
+        def begin() -> None:
+            Lane().submit(request, urgent=True)
+
+        self.agree(begin)
+        while True:
+            left = end - self.now()
+            state, answer, problem = self.agree(_await_request, request, max(min(SLICE, left), 0.0))
+            if state == "answered":
+                return answer
+            if state == "failed":
+                # In process 0 with its cause.
+                raise request.error or getattr(base, answer)(problem)
+            if left <= 0:
+                raise StoreUnusableError(
+                    f"the store has not answered within patience={seconds:g} s; check its address and the link to it"
+                )
+            logger.warning("waiting for the store: no answer yet to the first requests")
+
     def agree(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What a function returns in process 0, in all processes: what JSON can hold, or a pair that ends in bytes."""
         if not self._together:
@@ -364,23 +392,16 @@ class Connection:
             let_go()
 
 
-def call_within(seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function that asks a store returns, called in another thread.
-
-    Raises:
-      StoreUnusableError: it is not there after so many seconds.
-    """
-    request, end = Request(function, arguments), time.monotonic() + seconds
-    Lane().submit(request, urgent=True)
-    while not request.done.wait(max(min(SLICE, end - time.monotonic()), 0.0)):
-        if time.monotonic() >= end:
-            raise StoreUnusableError(
-                f"the store has not answered within patience={seconds:g} s; check its address and the link to it"
-            )
-        logger.warning("waiting for the store: no answer yet to the first requests")
-    if request.error is not None:
-        raise request.error
-    return request.answer
+def _await_request(request: Request, seconds: float) -> tuple[str, Any, str | None]:
+    """In process 0: whether a request is done, and its answer, or the name and the message of its error."""
+    if not request.done.wait(seconds):
+        return "under way", None, None
+    error = request.error
+    if error is None:
+        return "answered", request.answer, None
+    if not isinstance(error, IslandError):
+        raise error
+    return "failed", type(error).__name__, str(error)
 
 
 def _has_aged(kind: str, request: Request) -> bool:
