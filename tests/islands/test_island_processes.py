@@ -111,7 +111,7 @@ def test_a_kill_of_one_of_the_two_processes_of_an_island_ends_that_island_alone(
 def test_all_processes_of_an_island_report_the_same_problem_of_process_0(overlap, tmp_path):
     """It loses the store in the middle of rounds: once for a while, and then for longer than the patience."""
     folder, away = tmp_path / "run", tmp_path / "unmounted"
-    options = {"log": tmp_path, "processes": 2, "timeout": 2.0, "pace": 0.1, "overlap": overlap, "patience": 40.0}
+    options = {"log": tmp_path, "processes": 2, "timeout": 2.0, "pace": 0.1, "overlap": overlap, "patience": 15.0}
     pair = Job(folder, "pair", 10**6, 1, **options)
     try:
         wait_until(lambda: len(pair.reports()) >= 3, [pair])
@@ -135,7 +135,7 @@ def test_all_processes_of_an_island_report_the_same_problem_of_process_0(overlap
 @pytest.mark.slow
 def test_all_processes_of_an_island_are_told_that_it_cannot_join(tmp_path):
     (tmp_path / "run").write_text("no folder")
-    pair = Job(tmp_path / "run", "pair", 1, 1, log=tmp_path, processes=2, patience=15.0)
+    pair = Job(tmp_path / "run", "pair", 1, 1, log=tmp_path, processes=2)
     try:
         wait_until(lambda: all(process.poll() is not None for process in pair.processes), [])
         for number in (0, 1):
