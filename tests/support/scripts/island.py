@@ -105,8 +105,9 @@ class StopPoints:
 def open_store(folder):
     if "://" not in folder:
         return jd.islands.folder(folder)
-    keys = {"region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
-    return jd.islands.bucket("s3://islands/run", endpoint=folder, **keys)
+    return jd.islands.bucket(
+        "s3://islands/run", endpoint=folder, region="us-east-1", access_key_id="key", secret_access_key="secret"
+    )
 
 
 def main(folder, name, rounds, begin_with, overlap, timeout, pace, patience, points=()):
