@@ -12,6 +12,7 @@ from common import run_subcommand
 SUBCOMMANDS = {
     "quality": "held-out loss with kills, late islands and joins",
     "kills": "how long a SIGKILL or SIGSTOP of a process holds the others",
+    "stops": "how long a stop in each part of a round holds the others, and when the stopped island counts again",
     "endurance": "hundreds of rounds over a server that fails, with kills, stops, and slow or many islands",
     "cost": "bytes and seconds of a meeting on a shaped link, and its processor time",
 }

@@ -19,6 +19,7 @@ import numpy as np
 from .._stores.base import SharedStore
 from .._stores.problems import is_refusal
 from ..processes.broadcast import broadcast
+from . import base
 from .base import IslandError, StoreUnusableError
 from .protocol import is_of_run
 
@@ -32,8 +33,8 @@ LEAST_SECONDS = 0.1
 # Processes that wait for process 0 do so in a collective, which has a time limit of its own; and a log says what takes
 # longer.
 SLICE = 5.0
-# Seconds between two warnings of failures of one kind.
-LEAST_SILENCE = 1.0
+# Seconds between two warnings of failures of one kind, at first and where they go on.
+LEAST_SILENCE, MOST_SILENCE = 1.0, 60.0
 # Names that one request deletes, so that it holds up a meeting by no more than a moment.
 DELETED_AT_ONCE = 200
 
@@ -159,8 +160,8 @@ class Connection:
         if foreground is None:
             self._uploads, self._deletions, self._requests = Lane(), Lane(), Lane()
             self._lock, self._traffic = threading.Lock(), StoreTraffic()
-            # When the log was last told of failures of a kind.
-            self._told: dict[tuple[str, type[BaseException]], float] = {}
+            # Until when the log is told no more of failures of a kind, and for how long it was not told before.
+            self._silences: dict[tuple[str, type[BaseException]], tuple[float, float]] = {}
             # Seconds that a small request takes.
             self._seconds = 0.0
             # Bytes that were read ahead, by name; never others than those in the store.
@@ -262,6 +263,33 @@ class Connection:
                 what, name = answer
                 raise _UnansweredError(f"the store has not answered {what} within {now - asked_at:.1f} s", name)
 
+    def call_within(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function that asks the store returns, called in another thread of process 0; JSON can hold it.
+
+        Raises:
+          IslandError: the one that the function raises, in all processes.
+          StoreUnusableError: there is no answer after so many seconds.
+        """
+        request, end = Request(function, arguments), self.now() + seconds
+
+        def begin() -> None:
+            Lane().submit(request, urgent=True)
+
+        self.agree(begin)
+        while True:
+            left = end - self.now()
+            state, answer, problem = self.agree(_await_request, request, max(min(SLICE, left), 0.0))
+            if state == "answered":
+                return answer
+            if state == "failed":
+                # In process 0 with its cause.
+                raise request.error or getattr(base, answer)(problem)
+            if left <= 0:
+                raise StoreUnusableError(
+                    f"the store has not answered within patience={seconds:g} s; check its address and the link to it"
+                )
+            logger.warning("waiting for the store: no answer yet to the first requests")
+
     def agree(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What a function returns in process 0, in all processes: what JSON can hold, or a pair that ends in bytes."""
         if not self._together:
@@ -299,6 +327,7 @@ class Connection:
         del self._under_way[key]
         if request.error is None:
             self._count(kind, arguments, request, tries)
+            self._end_silences(kind)
             self.problem = None
             return "answered", request.answer
         if not isinstance(request.error, Exception):
@@ -311,12 +340,20 @@ class Connection:
         return "refused" if is_refusal(request.error) else "failed", problem
 
     def _is_news(self, kind: str, error: type[BaseException]) -> bool:
-        """Whether such a failure was not told within the last second: a store that is away fails at once."""
-        told, now = self._shared._told, time.monotonic()
-        if now - told.get((kind, error), -LEAST_SILENCE) < LEAST_SILENCE:
+        """Whether the log is told of such a failure: a store that is away fails at once, for hours."""
+        silences, now = self._shared._silences, time.monotonic()
+        end, before = silences.get((kind, error), (now, 0.0))
+        if now < end:
             return False
-        told[kind, error] = now
+        seconds = min(max(2 * before, LEAST_SILENCE), MOST_SILENCE)
+        silences[kind, error] = now + seconds, seconds
         return True
+
+    def _end_silences(self, kind: str) -> None:
+        """The next failure is news, but where some of every few requests fail."""
+        for key, (end, seconds) in list(self._shared._silences.items()):
+            if key[0] == kind and seconds:
+                self._shared._silences[key] = end - seconds + LEAST_SILENCE, 0.0
 
     def _lane_of(self, kind: str) -> Lane:
         if kind == "put":
@@ -354,23 +391,16 @@ class Connection:
             let_go()
 
 
-def call_within(seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function that asks a store returns, called in another thread.
-
-    Raises:
-      StoreUnusableError: it is not there after so many seconds.
-    """
-    request, end = Request(function, arguments), time.monotonic() + seconds
-    Lane().submit(request, urgent=True)
-    while not request.done.wait(max(min(SLICE, end - time.monotonic()), 0.0)):
-        if time.monotonic() >= end:
-            raise StoreUnusableError(
-                f"the store has not answered within patience={seconds:g} s; check its address and the link to it"
-            )
-        logger.warning("waiting for the store: no answer yet to the first requests")
-    if request.error is not None:
-        raise request.error
-    return request.answer
+def _await_request(request: Request, seconds: float) -> tuple[str, Any, str | None]:
+    """In process 0: whether a request is done, and its answer, or the name and the message of its error."""
+    if not request.done.wait(seconds):
+        return "under way", None, None
+    error = request.error
+    if error is None:
+        return "answered", request.answer, None
+    if not isinstance(error, IslandError):
+        raise error
+    return "failed", type(error).__name__, str(error)
 
 
 def _has_aged(kind: str, request: Request) -> bool:

@@ -290,7 +290,10 @@ def open_run(
         _check_empty(store, place)
     else:
         find_run(store.get, place)
+    started = store.now()
     own, number = describe_own(), None
+    # What this process computes is no wait for the store.
+    store.deadline += store.now() - started
     if is_new:
         number = store.agree(lambda: uuid.uuid4().hex)
         # By its number: `run.json` is asked for again and again, and has some bytes only.

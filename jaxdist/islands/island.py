@@ -6,6 +6,7 @@ round, waits for the commit, and applies it. Each part ends at the deadline, and
 
 import logging
 import zlib
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -52,6 +53,7 @@ from .exchange import (
     zeros_like,
 )
 from .identity import check_same, log_entered
+from .looks import REMEMBERED_WAITS, Looks
 from .model import MeetingState, automatic_mesh, find_model, replace_model
 from .outbox import InFlight, Outbox
 from .protocol import Commit, Drift, Next, round_name
@@ -124,6 +126,9 @@ class Island:
         # The body whose upload has not ended, and since when.
         self._uploading: tuple[str, float] | None = None
         self._is_lonely = False
+        # For how long it waited in the last rounds, where it was its turn to commit and where not: the island that is
+        # last waits for no drift, but for the commit of one that looks now and then.
+        self._waits = {is_first: deque[float](maxlen=REMEMBERED_WAITS) for is_first in (True, False)}
 
     @property
     def run(self) -> str:
@@ -233,6 +238,7 @@ class Island:
           AnchorDiffersError: the global parameters differ from those of the run again and again.
           TooFewIslandsError: fewer than `quorum` islands for `patience` seconds.
           OfflineError: the store was out of reach, refused requests or did not end an upload, for `patience` seconds.
+          DamagedError: a commit, or a body that it counts, is missing or not whole until the end of the meeting.
         """
         if not self._entered:
             raise ValueError("call enter(state) before meet, and not meet after leave")
@@ -243,8 +249,11 @@ class Island:
     ) -> tuple[PyTree, Report] | None:
         """Leaves the run, so that no island waits for this one; with a state, its progress is sent first.
 
-        It waits for no other island, and for the upload as long as a meeting may take. `join` calls it without a state
-        at the end of its `with` block.
+        It waits for no other island, and for the upload at most `round_timeout`: with its goodbye it returns within
+        `round_timeout` and a second, which should be less than the notice that a cloud gives. A drift whose upload has
+        not ended by then does not count (`report.uploading`), and the state that is returned has its progress.
+
+        `join` calls it without a state at the end of its `with` block. With one it raises what `meet` raises.
         """
         if not self._entered:
             return None
@@ -497,45 +506,53 @@ class Island:
         assert flight is not None
         at_least = options.begin_with if number == 0 else 1
         prefix, expected = round_name(number, ""), self._replay.expected
-        is_first, was_due = protocol.is_first_to_commit(options.name, expected, number), False
-        longest = min(LONGEST_PAUSE, options.round_timeout / 50)
-        request = max(store.request_seconds(), SHORTEST_LOOK)
-        if not is_first:
-            # When the first to commit should have looked, read records and bodies, and created it.
-            store.sleep(min((2 * len(expected) + 3) * request, 2 * longest, max(store.deadline - store.now(), 0.0)))
-            if (commit := self._replay.read_commit(number)) is not None:
-                return commit
-        pause = request
+        is_first = protocol.is_first_to_commit(options.name, expected, number)
+        looks = Looks(
+            self._waits[is_first] or self._waits[not is_first],
+            started=store.now(),
+            sent_at=flight.sent_at,
+            request=max(store.request_seconds(), SHORTEST_LOOK),
+            members=len(expected),
+            is_first=is_first,
+            longest=min(LONGEST_PAUSE, options.round_timeout / 50),
+        )
+        store.sleep(min(looks.pause, max(store.deadline - store.now(), 0.0)))
+        was_due = False
         while True:
-            seen = protocol.see(name.removeprefix(prefix) for name in store.list(prefix))
-            if options.name not in seen.drifts:
-                self._replay.check_not_forgotten(number)
-            if options.name in seen.here and number not in self._said_here:
-                self._check_name()
-                self._said_here.add(number)
-            now = store.now()
-            action = protocol.decide(
-                seen,
-                expected,
-                elapsed=now - flight.sent_at,
-                round_timeout=options.round_timeout,
-                at_least=at_least,
-                quorum=options.quorum,
-                is_over=now >= store.deadline,
-            )
-            commit = None
-            if action is Next.READ:
-                commit = self._replay.read_commit(number)
-            elif action is Next.COMMIT and (is_first or was_due or now >= store.deadline):
-                commit = self._commit(seen)
-            was_due = action is Next.COMMIT
+            # One commits, and the others look for the commit alone: it is what they read next.
+            commit = None if is_first else self._replay.read_commit(number)
+            now, count = store.now(), None
+            if commit is None and (now >= store.deadline or looks.is_for_all(now)):
+                seen = protocol.see(name.removeprefix(prefix) for name in store.list(prefix))
+                if options.name not in seen.drifts:
+                    self._replay.check_not_forgotten(number)
+                if options.name in seen.here and number not in self._said_here:
+                    self._check_name()
+                    self._said_here.add(number)
+                now, count = store.now(), len(seen.drifts)
+                action = protocol.decide(
+                    seen,
+                    expected,
+                    elapsed=now - flight.sent_at,
+                    round_timeout=options.round_timeout,
+                    at_least=at_least,
+                    quorum=options.quorum,
+                    is_over=now >= store.deadline,
+                )
+                if action is Next.READ:
+                    commit = self._replay.read_commit(number)
+                elif action is Next.COMMIT and (is_first or was_due or now >= store.deadline):
+                    commit = self._commit(seen)
+                was_due = action is Next.COMMIT
+                looks.listed(now, is_due=was_due)
             if commit is not None:
+                if not commit.missing:
+                    self._waits[is_first].append(looks.seconds_for_others(now))
                 return commit
-            if now >= store.deadline:
-                self._check_patience(len(seen.drifts), now)
+            if count is not None and now >= store.deadline:
+                self._check_patience(count, now)
                 return None
-            store.sleep(min(pause, max(store.deadline - now, 0.0)))
-            pause = min(2 * pause, longest)
+            store.sleep(min(looks.next_pause(now), max(store.deadline - now, 0.0)))
 
     def _commit(self, seen: protocol.Seen) -> Commit | None:
         """Ends the round: checks every drift, then creates the commit, unless another island is faster."""

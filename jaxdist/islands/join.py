@@ -5,14 +5,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import jax
 import optax
 
 from .._core.checks import check_count, check_range
 from .._stores.base import SharedStore
 from ..local_sgd.local_steps import method_of
 from .base import IslandError, JoinOptions, Moments
-from .connection import Connection, call_within
+from .connection import Connection
 from .identity import find_run, is_on_disk, place_of
 from .island import Island
 from .store import check_usable, open_store
@@ -68,6 +67,7 @@ def join(
       ValueError: `tx` is not such a transformation, or an argument is out of range.
       StoreUnusableError: the store cannot create a name if absent, has no rights, or does not answer for `patience`.
       RunMissingError: there is no run, and `begin=False`.
+      DamagedError: of `enter` and `meet`, in the `with` block: bytes of the run are missing or not whole, and stay so.
       ImportError: a bucket without obstore.
 
     Examples:
@@ -106,9 +106,9 @@ def join(
         needed = ", ".join(need for need, kept in problems.items() if not kept)
         raise ValueError(f"islands need local_steps with {needed}")
     store = open_store(url)
-    if jax.process_index() == 0:
-        call_within(options.patience, _check_store, store, options)
-    island = Island(Connection(store), config, options)
+    connection = Connection(store)
+    connection.call_within(options.patience, _check_store, store, options)
+    island = Island(connection, config, options)
     try:
         yield island
     except BaseException:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from buckets import forget_credentials, s3_bucket, s3_server
@@ -14,6 +15,7 @@ from islands_run import GOALS, begin, method, step_of, train, wait_for_threads
 from jaxdist import checkpoint, islands, offload
 from jaxdist._cli import main as cli
 from jaxdist._cli import results
+from jaxdist._cli.commands import show
 
 DIGITS = ["--workload", "digits", "--model", "convnet:2", "--batch", "8", "--optimizer", "sgd:0.1"]
 
@@ -166,6 +168,54 @@ def test_clean_deletes_what_no_island_needs_beside_a_running_run(tmp_path, capsy
     assert cli.main(["islands", url, "--clean"]) == 0
     assert cli.main(["islands", str(tmp_path / "typo"), "--clean"]) == 2
     assert not (tmp_path / "typo").exists()
+
+
+def hours(moments):
+    """A clock for `--watch`: each pause takes an hour and calls the next function; after the last comes Ctrl-C."""
+    now, left = [0.0], iter(moments)
+
+    def sleep(seconds):
+        now[0] += 3600.0
+        try:
+            next(left)()
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    return types.SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
+
+
+def watch(monkeypatch, url, moments, *options):
+    monkeypatch.setattr(show, "time", hours(moments))
+    return cli.main(["islands", url, "--watch", "10", *options])
+
+
+def test_watching_keeps_the_last_picture_while_a_folder_is_away(tmp_path, monkeypatch, capsys):
+    url, away = tmp_path / "run", tmp_path / "unmounted"
+    train(url, method(), "eu-1", 1)
+
+    def come_back():
+        away.rename(url)
+        train(url, method(), "eu-2", 1)
+
+    assert watch(monkeypatch, str(url), [lambda: url.rename(away), lambda: None, come_back]) == 130
+    shown = capsys.readouterr()
+    assert "error" not in shown.err
+    *_, lost, still, back = shown.out.split(": round ")
+    for picture, seconds in ((lost, 3600), (still, 7200)):
+        assert "eu-1" in picture
+        assert f"as it was {seconds} s ago: there is no run of islands in" in " ".join(picture.split())
+    assert "eu-2" in back
+    assert "ago" not in back
+
+
+def test_watching_ends_after_the_patience(tmp_path, monkeypatch, capsys):
+    url = tmp_path / "run"
+    train(url, method(), "eu-1", 1)
+    moments = [lambda: url.rename(tmp_path / "unmounted"), lambda: None, lambda: None]
+    assert watch(monkeypatch, str(url), moments, "--patience", "5000") == 2
+    assert "there is no run of islands in" in capsys.readouterr().err
+    # What was never there is a mistake.
+    assert watch(monkeypatch, str(url), []) == 2
 
 
 @pytest.mark.parametrize(("option", "name"), [("--watch", "--watch must be positive"), ("--last", "last must be at")])

@@ -5,9 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from island_stores import wrap
+from islands_run import begin, method
+from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
+from jaxdist.islands import identity
 
 RATE = optax.warmup_cosine_decay_schedule(0.0, 1.0, 8, 40, 0.0)
 # Rates are compared after 20 steps, which are 5 rounds.
@@ -133,3 +137,26 @@ def test_who_enters_late_takes_over_the_step_of_the_run(injected):
     np.testing.assert_allclose([first_step, next_step], [rate] * 2, rtol=1e-2)
     moments = fresh["opt"].inner.value
     assert not np.asarray((moments.inner_state if injected else moments)[0].mu).any()
+
+
+def test_what_an_island_computes_before_it_enters_is_no_wait_for_the_store(monkeypatch):
+    """On a busy machine, or for a large model, the description of the method takes longer than the patience."""
+    clock, describe, busy = VirtualClock(1), identity.describe, []
+    clock.rule(monkeypatch)
+
+    def describe_slowly(*arguments, **options):
+        clock.sleep(100)
+        busy.append(True)
+        return describe(*arguments, **options)
+
+    monkeypatch.setattr(identity, "describe", describe_slowly)
+    base, tx = islands.memory(), method()
+
+    def around(number, name, function, arguments):
+        if busy:
+            busy.clear()
+            raise ConnectionError("503 SlowDown")
+        return function(*arguments)
+
+    with islands.join(wrap(base, around), tx, name="a", patience=60) as island:
+        island.enter(begin(tx))

@@ -1,11 +1,13 @@
 """Islands as processes over a folder: one is killed and comes back, and the others go on; many kills with `--slow`."""
 
+import contextlib
 import re
 import signal
 import time
 
 import pytest
-from island_jobs import TIMEOUT, Job, check_digests, play_events, protocol_seconds, wait_until
+from buckets import s3_server
+from island_jobs import TIMEOUT, Job, check_digests, play_events, play_stops, protocol_seconds, wait_until
 
 
 def kill_all(jobs):
@@ -102,6 +104,57 @@ def test_a_kill_of_one_of_the_two_processes_of_an_island_ends_that_island_alone(
         assert single.reports()[-1]["members"] == ["single"]
     finally:
         kill_all(jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_all_processes_of_an_island_report_the_same_problem_of_process_0(overlap, tmp_path):
+    """It loses the store in the middle of rounds: once for a while, and then for longer than the patience."""
+    folder, away = tmp_path / "run", tmp_path / "unmounted"
+    options = {"log": tmp_path, "processes": 2, "timeout": 2.0, "pace": 0.1, "overlap": overlap, "patience": 15.0}
+    pair = Job(folder, "pair", 10**6, 1, **options)
+    try:
+        wait_until(lambda: len(pair.reports()) >= 3, [pair])
+        folder.rename(away)
+        wait_until(lambda: sum(report["offline"] for report in pair.reports()) >= 2, [pair])
+        away.rename(folder)
+        wait_until(lambda: pair.reports()[-1]["counted"], [pair])
+        folder.rename(away)
+        wait_until(lambda: all(process.poll() is not None for process in pair.processes), [])
+        for number in (0, 1):
+            assert "OfflineError: 'pair' has been offline for" in pair.errors(number)
+        told = [[{**report, "machine_seconds": 0} for report in pair.reports(number)] for number in (0, 1)]
+        assert told[0] == told[1]
+        problems = [report["problem"] for report in told[0] if report["offline"]]
+        assert all(problems)
+        assert any("is gone; mount its disk again" in problem for problem in problems)
+    finally:
+        kill_all([pair])
+
+
+@pytest.mark.slow
+def test_all_processes_of_an_island_are_told_that_it_cannot_join(tmp_path):
+    (tmp_path / "run").write_text("no folder")
+    pair = Job(tmp_path / "run", "pair", 1, 1, log=tmp_path, processes=2)
+    try:
+        wait_until(lambda: all(process.poll() is not None for process in pair.processes), [])
+        for number in (0, 1):
+            assert "StoreUnusableError: the store cannot be used (" in pair.errors(number)
+    finally:
+        kill_all([pair])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_a_stop_in_any_part_of_a_round_holds_the_others_once(kind, overlap, tmp_path):
+    """For ten seconds, of two timeouts; then the island comes back."""
+    with s3_server() if kind == "bucket" else contextlib.nullcontext(str(tmp_path / "run")) as place:
+        found = play_stops(place, tmp_path, overlap=overlap)
+    print(found)
+    assert found["longest_wait_seconds"] <= TIMEOUT + 1
+    # What it had under way when it was stopped may count in the meeting after that.
+    assert max(found["meetings_until_it_counts"]) <= 3
 
 
 @pytest.mark.slow

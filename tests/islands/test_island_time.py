@@ -1,6 +1,5 @@
 """No call waits longer than its deadline, whatever a store does, and what is under way then is kept."""
 
-import collections
 import contextlib
 import logging
 import threading
@@ -13,6 +12,7 @@ import pytest
 from island_stores import archived, wrap
 from islands_run import GOALS, begin, global_params, method, step_of, train_together, wait_for_threads, wait_for_upload
 from problems import assert_close
+from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
@@ -445,25 +445,6 @@ def test_a_refusal_ends_entering_at_once_and_meetings_after_the_patience(caplog)
     assert any("create('" in record.getMessage() and "try 1" in record.getMessage() for record in failed)
 
 
-def test_an_island_and_round_take_about_ten_requests():
-    """Four islands over a store that takes 20 ms for each request, looks for drifts included: eighteen and more before.
-
-    On a machine that does other work an island looks more often, or two create one commit.
-    """
-    counts, base, tx = collections.Counter(), islands.memory(), method(inner=optax.sgd(0.1))
-
-    def count(number, name, function, arguments):
-        time.sleep(0.02)
-        counts[name] += 1
-        return function(*arguments)
-
-    rounds, names = 9, ["a", "b", "c", "d"]
-    found = train_together(wrap(base, count), tx, names, rounds, round_timeout=30, keep_every=100)
-    reports = [report for _, reports in found.values() for report in reports[1:]]
-    assert all(report.counted and not report.late for report in reports)
-    assert sum(report.requests for report in reports) / len(reports) <= 12
-
-
 def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
@@ -494,6 +475,33 @@ def test_a_log_tells_of_a_store_that_is_away_and_does_not_fill_up(caplog):
     assert any(one.startswith("get('run.json') failed, try 1: PermissionError: the token has expired") for one in told)
     assert len(told) <= 1 + len(islands.SharedStore._fields) * (seconds + 1)
     assert "a is back, after " in caplog.text
+
+
+def test_an_hour_without_a_store_is_not_an_hour_of_equal_lines(caplog, monkeypatch):
+    clock, broken = VirtualClock(1), [True]
+    clock.rule(monkeypatch)
+
+    def around(number, name, function, arguments):
+        if broken:
+            raise ConnectionError("no route")
+        return function(*arguments)
+
+    store = Connection(wrap(islands.memory(), around))
+    store.deadline = store.now() + 3600
+    with pytest.raises(ConnectionError, match="no route"):
+        store.get("a")
+    lines = warnings_of(caplog)
+    assert lines[0] == "get('a') failed, try 1: ConnectionError: no route"
+    assert 60 <= len(lines) <= 70
+    # Once it was back, the next failure is news.
+    broken.clear()
+    store.deadline = store.now() + 10
+    store.get("a")
+    clock.sleep(1)
+    broken.append(True)
+    with pytest.raises(ConnectionError, match="no route"):
+        store.get("a")
+    assert warnings_of(caplog)[len(lines)] == lines[0]
 
 
 def test_a_log_tells_what_an_island_waits_for(caplog):

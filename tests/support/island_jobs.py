@@ -15,15 +15,44 @@ from pathlib import Path
 SCRIPT = Path(__file__).parent / "scripts" / "island.py"
 TIMEOUT = 5.0
 NAMES = ("a", "bb", "ccc")
+# Where an island is stopped: in each part of a round, before and after what others see of it.
+POINTS = (
+    "step",
+    "before put bodies/",
+    "after put bodies/",
+    "before create drift/",
+    "after create drift/",
+    "before create commit",
+    "after create commit",
+    "before get bodies/",
+    "after get bodies/",
+    "before delete_many",
+    "after delete_many",
+)
 
 
 class Job:
     """A running island and the reports that it has printed; `process` is the first of its processes."""
 
-    def __init__(self, folder, name, rounds, begin_with, *, log, processes=1, overlap=0, timeout=TIMEOUT, pace=0.0):
+    def __init__(
+        self,
+        folder,
+        name,
+        rounds,
+        begin_with,
+        *,
+        log,
+        processes=1,
+        overlap=0,
+        timeout=TIMEOUT,
+        pace=0.0,
+        patience=3600.0,
+        points=(),
+    ):
         self.name, self.processes = name, []
         self.logs = [log / f"{name}-{time.monotonic_ns()}-{number}" for number in range(processes)]
-        arguments = [str(x) for x in (folder, name, rounds, begin_with, overlap, timeout, pace)]
+        arguments = [str(x) for x in (folder, name, rounds, begin_with, overlap, timeout, pace, patience)]
+        arguments += [",".join(points)] if points else []
         environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
         if processes > 1:
             address = f"127.0.0.1:{free_port()}"
@@ -36,9 +65,13 @@ class Job:
                 )
         self.process = self.processes[0]
 
-    def reports(self):
-        lines = self.logs[0].read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
+    def reports(self, number=0):
+        lines = self.logs[number].read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.startswith('{"round"') and line.endswith("\n")]
+
+    def is_stopped(self):
+        """Whether its process has stopped itself."""
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def errors(self, number=0):
         return Path(f"{self.logs[number]}.err").read_text()
@@ -85,6 +118,50 @@ def newest_round(jobs):
 def protocol_seconds(report):
     """How long a meeting took, without what the machine took itself: a loaded one wakes a process late."""
     return report["wait_seconds"] - report["machine_seconds"]
+
+
+def play_stops(place, log, *, points=POINTS, seconds=10.0, overlap=0, pace=0.1):
+    """Three islands, of which one is stopped for so many seconds at each of these points.
+
+    None may end, all must have the same bits, and the one that was stopped must count again.
+
+    Returns:
+      How long the others waited, and for how many of its meetings the stopped one did not count.
+    """
+    options = {"log": log, "pace": pace, "overlap": overlap}
+    jobs = [Job(place, name, 10**9, len(NAMES), points=points if name == NAMES[0] else (), **options) for name in NAMES]
+    stopped, others = jobs[0], jobs[1:]
+    meetings = []
+    try:
+        for _ in points:
+            wait_until(stopped.is_stopped, jobs, seconds=600)
+            before = len(stopped.reports())
+            time.sleep(seconds)
+            os.kill(stopped.process.pid, signal.SIGCONT)
+            wait_until(lambda start=before: any(r["counted"] for r in stopped.reports()[start + 1 :]), jobs)
+            # The meeting in which it was stopped is not one of them.
+            found = [report["counted"] for report in stopped.reports()[before + 1 :]]
+            meetings.append(found.index(True))
+        check_digests(jobs)
+        for job in jobs:
+            assert "Traceback" not in job.errors()
+        reports = [report for job in others for report in job.reports()]
+    finally:
+        for job in jobs:
+            job.kill()
+    return {
+        "points": list(points),
+        "stop_seconds": seconds,
+        "overlap": overlap,
+        "pace": pace,
+        "timeout_seconds": TIMEOUT,
+        "rounds": newest_round(jobs),
+        "meetings_of_the_others": len(reports),
+        "longest_wait_seconds": max(map(protocol_seconds, reports)),
+        "longest_wait_seconds_with_the_machine": max(report["wait_seconds"] for report in reports),
+        "waits_above_half_the_timeout": sum(protocol_seconds(report) > TIMEOUT / 2 for report in reports),
+        "meetings_until_it_counts": meetings,
+    }
 
 
 def play_events(folder, log, *, kills, stops, pace, seed=0, last_round=0):

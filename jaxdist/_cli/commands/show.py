@@ -1,10 +1,12 @@
 """`jaxdist reducers` and `jaxdist islands`: the names that options take, and the islands of a run."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
@@ -70,6 +72,8 @@ class IslandsOptions:
     """Rounds to show."""
     watch: Number = None
     """Seconds between updates; without it, show the run once."""
+    patience: Number = None
+    """With --watch: seconds without an answer until it ends (default: never)."""
     store: Text = None
     """Of a bucket: endpoint, region, profile, allow_http, timeout."""
     clean: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
@@ -80,16 +84,43 @@ def run_islands(chosen: IslandsOptions) -> None:
     """Deletes on request, and prints the table, once or until Ctrl-C."""
     if chosen.watch is not None:
         check_positive("--watch", chosen.watch)
+    if chosen.patience is not None:
+        if chosen.watch is None:
+            raise ValueError("--patience: only with --watch")
+        check_positive("--patience", chosen.patience)
     place = open_store(chosen.url, chosen.store)
     if chosen.clean:
         _clean(chosen.url, place)
     if chosen.watch is None:
         new_console().print(rounds_table(chosen.url, chosen.last, place))
-        return
-    with Live(rounds_table(chosen.url, chosen.last, place), auto_refresh=False) as live:
+    else:
+        _watch(chosen, place, chosen.watch)
+
+
+def _watch(chosen: IslandsOptions, place: "str | islands.SharedStore", pause: float) -> None:
+    """Shows the run again and again; what a store does not tell is shown as it was."""
+    # A run that was never there is a mistake in the URL.
+    found, seen, console = rounds_table(chosen.url, chosen.last, place), time.monotonic(), new_console()
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def draw(picture: RenderableType) -> None:
+        if live is None:
+            console.print(picture)
+        else:
+            live.update(picture, refresh=True)
+
+    with live or nullcontext():
+        draw(found)
         while True:
-            time.sleep(chosen.watch)
-            live.update(rounds_table(chosen.url, chosen.last, place), refresh=True)
+            time.sleep(pause)
+            try:
+                found, seen = rounds_table(chosen.url, chosen.last, place), time.monotonic()
+                draw(found)
+            except (OSError, islands.IslandError) as problem:
+                seconds = time.monotonic() - seen
+                if chosen.patience is not None and seconds > chosen.patience:
+                    raise
+                draw(Group(found, f"as it was {seconds:.0f} s ago: {problem}"))
 
 
 def _clean(url: str, place: "str | islands.SharedStore") -> None:

@@ -1,11 +1,14 @@
-"""One island as a process, or as several of a launcher: `island.py FOLDER NAME ROUNDS BEGIN_WITH OVERLAP TIMEOUT PACE`.
+"""One process of an island: `island.py FOLDER NAME ROUNDS BEGIN_WITH OVERLAP TIMEOUT PACE PATIENCE [POINTS]`.
 
-Process 0 prints one JSON line for each meeting: the report, and in `machine_seconds` how much of its wait was the
-machine's and not the protocol's. `OVERLAP` is 0 or 1, `PACE` the time to sleep in each step. At SIGTERM it sends its
+Each process prints one JSON line for each meeting: the report, and in `machine_seconds` how much of its wait was the
+machine's and not the protocol's. `FOLDER` may be the address of an S3 server, `OVERLAP` is 0 or 1, `PACE` the time to
+sleep in each step. At each of the `POINTS`, joined by commas, the process stops itself. At SIGTERM it sends its
 progress and leaves.
 """
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -56,7 +59,58 @@ class MachineClock(threading.Thread):
         return jd.islands.SharedStore(*map(time_function, store))
 
 
-def main(folder, name, rounds, begin_with, overlap, timeout, pace):
+class StopPoints:
+    """Stops this process at one point after another, each time when it has met undisturbed since the last one.
+
+    A point is "step", or a call of the store such as "before put bodies/" or "after create commit".
+    """
+
+    def __init__(self, points):
+        self._left, self._lock, self._meetings = list(points), threading.Lock(), 0
+
+    def met(self, report):
+        with self._lock:
+            self._meetings = self._meetings + 1 if report.counted and not report.late else 0
+
+    def reach(self, point):
+        with self._lock:
+            if self._meetings >= 2 and self._left and self._left[0] == point:
+                self._left.pop(0)
+                self._meetings = 0
+                os.kill(os.getpid(), signal.SIGSTOP)
+                print(json.dumps({"stopped": point}), flush=True)
+
+    def watch(self, store):
+        def watch_function(kind, function):
+            def call(*arguments):
+                self._reach_call("before", kind, arguments)
+                try:
+                    return function(*arguments)
+                finally:
+                    self._reach_call("after", kind, arguments)
+
+            return call
+
+        return jd.islands.SharedStore(*map(watch_function, store._fields, store))
+
+    def _reach_call(self, when, kind, arguments):
+        # A deletion has no name: it is of many.
+        name = arguments[0] if isinstance(arguments[0], str) else ""
+        for part in ("bodies/", "drift/", "commit"):
+            if part in name:
+                self.reach(f"{when} {kind} {part}")
+        self.reach(f"{when} {kind}")
+
+
+def open_store(folder):
+    if "://" not in folder:
+        return jd.islands.folder(folder)
+    return jd.islands.bucket(
+        "s3://islands/run", endpoint=folder, region="us-east-1", access_key_id="key", secret_access_key="secret"
+    )
+
+
+def main(folder, name, rounds, begin_with, overlap, timeout, pace, patience, points=()):
     jd.initialize(heartbeat_timeout_seconds=20)
     mesh = jd.make_mesh({"data": jax.device_count()})
     reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
@@ -79,26 +133,30 @@ def main(folder, name, rounds, begin_with, overlap, timeout, pace):
 
     state = jax.jit(make_state, out_shardings=NamedSharding(mesh, PartitionSpec()))()
     state = step(state, batch) and state  # compiled before the others wait
-    clock = MachineClock()
-    store = clock.time_calls(jd.islands.folder(folder))
+    clock, stops = MachineClock(), StopPoints(points)
+    store = clock.time_calls(stops.watch(open_store(folder)))
     options = {"round_timeout": timeout, "begin_with": begin_with, "overlap": bool(overlap), "keep_every": 5}
     with jd.islands.join(store, tx, name=name, **options) as island:
         state, number = island.enter(state), 0
+        # Entering has all the time that a busy machine needs to compile.
+        island._options = island._options._replace(patience=patience)
         while True:
             state, number = step(state, batch), number + 1
             time.sleep(pace)
+            stops.reach("step")
             if jd.processes.preemption_requested(number):
                 island.leave(state)
                 return
             if island.due(number - 1):
                 before = clock.seconds()
                 state, report = island.meet(state)
-                if jax.process_index() == 0:
-                    line = report._asdict() | {"machine_seconds": clock.seconds() - before}
-                    print(json.dumps(line), flush=True)
+                stops.met(report)
+                line = report._asdict() | {"machine_seconds": clock.seconds() - before}
+                print(json.dumps(line), flush=True)
                 if report.round >= rounds:
                     return
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:6]), *map(float, sys.argv[6:]))
+    place, points = sys.argv[1:3], [one.split(",") for one in sys.argv[9:]]
+    main(*place, *map(int, sys.argv[3:6]), *map(float, sys.argv[6:9]), *points)
