@@ -47,16 +47,16 @@ def expect(
     """Fails a test whose program sends more, wider, more often or elsewhere than expected; shows the table then.
 
     It finds what no loss shows: gradients that are summed once per micro-batch, or in float32 instead of bfloat16, and
-    gathers that nobody asked for. Nothing runs, so devices that are not attached will do (`analysis.pods`).
+    gathers that the compiler added. Nothing runs, so devices that are not attached will do (`analysis.pods`).
 
-    If a number of bytes is given, collectives of the kinds without one are a failure, and so is a kind that has one and
-    does not occur. Bytes are at most: for a lower limit, check the result.
+    If a number of bytes is given, collectives of kinds without one are a failure, and so is a kind with one that does
+    not occur. Bytes are at most.
 
     Args:
       program: `step.lower(state, batch)`, compiled or not, its HLO text, or what `collectives` or `logical_collectives`
-        returned, such as `collectives(program, branch="min")` for a step of local SGD that does not synchronize.
+        returned.
       all_reduce_bytes: the operands of one worker, in one call of the program: the columns bytes and times of
-        `analysis.table`, multiplied. Gradients that are averaged once take their own size.
+        `analysis.table`, multiplied.
       all_gather_bytes, reduce_scatter_bytes, all_to_all_bytes, permute_bytes: likewise; of an all-gather the operand is
         the worker's own part.
       wire_bytes: what one worker sends in all, with ring algorithms.
