@@ -190,7 +190,7 @@ def listen_with_gloo_at(host: str) -> None:
     JAX has no option for it. Call it after `jax.distributed.initialize`, and before the backend has started.
     """
     from jax._src import distributed, xla_bridge
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     def make_client() -> Any:
         if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":

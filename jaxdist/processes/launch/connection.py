@@ -40,6 +40,9 @@ class Call:
             self._socket.sendall(f"jaxdist launch {self._nonce}\n".encode())
             return
         greeting = self._file.readline(LONGEST_LINE).decode("ascii", "replace").split()
+        if not greeting:
+            # Node 0 was starting, or ending.
+            raise ConnectionResetError("no answer")
         if len(greeting) != 3 or greeting[:2] != ["jaxdist", "launch"]:
             raise ValueError("no greeting")
         self._nonce = greeting[2]

@@ -9,6 +9,7 @@ Each keeps one connection to node 0, with these messages:
 """
 
 import contextlib
+import os
 import queue
 import secrets
 import socket
@@ -336,11 +337,17 @@ def _listen(address: str) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=host == "::")
     except OSError as refused:
-        text = f"node 0 cannot listen at port {port} ({refused.strerror}): another program uses it; choose another port"
+        text = f"node 0 cannot listen at port {port} ({_reason(refused)}): another program uses it; choose another port"
         raise PortError(f"{text} for --address, on all nodes", (0,)) from None
     # Closing it in another thread does not interrupt a wait.
     listener.settimeout(TICK)
     return listener
+
+
+def _reason(problem: OSError) -> str:
+    """Returns the system's text of an error, without Python's additions; errors of name look-ups are negative."""
+    number = problem.errno or 0
+    return os.strerror(number) if number > 0 else problem.strerror or str(problem) or "no answer"
 
 
 def _missing(own: Node, missing: Sequence[int]) -> MissingProcessError:
@@ -445,7 +452,7 @@ def _reach(own: Node, received: Sequence[int]) -> Call:
         except AgreementError:
             raise
         except OSError as problem:
-            reason = problem.strerror or str(problem) or "no answer"
+            reason = _reason(problem)
         except ValueError:
             text = (
                 f"another program answers at {own.address}, or node 0 has another JAXDIST_SECRET: choose another port"
