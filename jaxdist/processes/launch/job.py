@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .failures import Failure
-from .nodes import Node, Start, Team, check_node, join
+from .nodes import Attempt, Launcher, Team, check_node, join
 from .reaper import reaper
 from .worker import Worker, finish, kill, printers, start
 
@@ -100,7 +100,7 @@ def launch(
             f"launch needs at least 1 process, 0 restarts and 0 seconds of grace, got {processes}, {restarts} and "
             f"{grace_seconds}"
         )
-    own = Node(node, nodes, processes, address, environment.get("JAXDIST_SECRET", ""), timeout_seconds)
+    own = Launcher(node, nodes, processes, address, environment.get("JAXDIST_SECRET", ""), timeout_seconds)
     check_node(own)
     devices = assign_gpus(processes, environment)
     logs = Path(logs, f"node-{node}") if nodes > 1 else Path(logs)
@@ -138,7 +138,7 @@ def launch(
             attempt += 1
 
 
-def _variables(environment: Mapping[str, str], own: Node, begin: Start) -> dict[str, str]:
+def _variables(environment: Mapping[str, str], own: Launcher, begin: Attempt) -> dict[str, str]:
     """Returns the environment of all processes of this node."""
     found = {**environment, "PYTHONUNBUFFERED": "1", "JAXDIST_ATTEMPT": str(begin.attempt)}
     found |= {"JAX_COORDINATOR_ADDRESS": begin.address, "JAXDIST_SECRET": begin.secret}

@@ -36,7 +36,7 @@ RETRY_SECONDS = 0.2  # between two attempts to reach node 0
 REPORT_SECONDS = 30.0  # from the order to stop to the report of a node
 
 
-class Node(NamedTuple):
+class Launcher(NamedTuple):
     """A node: its number, the number of nodes, of processes on each, and `host:port` of node 0's launcher."""
 
     node: int
@@ -47,7 +47,7 @@ class Node(NamedTuple):
     timeout: float
 
 
-class Start(NamedTuple):
+class Attempt(NamedTuple):
     """What the processes of an attempt need: its number, where process 0 listens, and a secret of the job.
 
     `host` is the address of this machine that the other nodes can reach; empty on one machine.
@@ -69,10 +69,10 @@ class Alone:
     def __init__(self, received: Sequence[int]):
         self._received, self._attempt = received, 0
 
-    def start(self, attempt: int, port: int) -> Start:
+    def start(self, attempt: int, port: int) -> Attempt:
         """Starts at once, on the loopback interface, with a secret of its own."""
         self._attempt = attempt
-        return Start(attempt, f"127.0.0.1:{port}", secrets.token_hex())
+        return Attempt(attempt, f"127.0.0.1:{port}", secrets.token_hex())
 
     def stopping(self) -> bool:
         """There is no other node."""
@@ -93,7 +93,7 @@ class Alone:
 
 
 @contextlib.contextmanager
-def join(own: Node, wake: Callable[[], None], received: list[int]) -> Iterator["Team"]:
+def join(own: Launcher, wake: Callable[[], None], received: list[int]) -> Iterator["Team"]:
     """Connects this launcher with those of the other nodes; `wake` interrupts its main thread, which has `received`."""
     if own.nodes == 1:
         yield Alone(received)
@@ -105,7 +105,7 @@ def join(own: Node, wake: Callable[[], None], received: list[int]) -> Iterator["
         team.close()
 
 
-def check_node(own: Node) -> None:
+def check_node(own: Launcher) -> None:
     """Raises ValueError for numbers that do not fit together."""
     if own.nodes < 1 or not 0 <= own.node < own.nodes:
         raise ValueError(
@@ -138,7 +138,7 @@ def _forward_new(received: Sequence[int], first: int, send: Callable[[Message], 
 class First:
     """The launcher of node 0, which the others follow."""
 
-    def __init__(self, own: Node, wake: Callable[[], None], received: list[int]):
+    def __init__(self, own: Launcher, wake: Callable[[], None], received: list[int]):
         self._own, self._wake, self._received, self._forwarded = own, wake, received, 0
         self._changed = threading.Condition()
         self._calls: dict[int, Call] = {}
@@ -151,7 +151,7 @@ class First:
         self._closed = False
         threading.Thread(target=self._accept, name="jaxdist launch nodes", daemon=True).start()
 
-    def start(self, attempt: int, port: int) -> Start:
+    def start(self, attempt: int, port: int) -> Attempt:
         """Waits for all nodes, and starts the attempt on them.
 
         Raises:
@@ -176,7 +176,7 @@ class First:
             secret = own.secret or secrets.token_hex()
             self._broadcast({"kind": "start", "attempt": attempt, "port": port, "secret": secret})
             host = next(iter(self._calls.values())).host
-        return Start(attempt, f"{own.address.rpartition(':')[0]}:{port}", secret, host)
+        return Attempt(attempt, f"{own.address.rpartition(':')[0]}:{port}", secret, host)
 
     def stopping(self) -> bool:
         """Whether a process of another node failed, or a node was lost."""
@@ -350,7 +350,7 @@ def _reason(problem: OSError) -> str:
     return os.strerror(number) if number > 0 else problem.strerror or str(problem) or "no answer"
 
 
-def _missing(own: Node, missing: Sequence[int]) -> MissingProcessError:
+def _missing(own: Launcher, missing: Sequence[int]) -> MissingProcessError:
     many = "s" if len(missing) > 1 else ""
     names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     absent = tuple(process for node in missing for process in range(node * own.processes, (node + 1) * own.processes))
@@ -364,7 +364,7 @@ def _missing(own: Node, missing: Sequence[int]) -> MissingProcessError:
 class Other:
     """The launcher of a node other than 0, which does what node 0's says."""
 
-    def __init__(self, own: Node, wake: Callable[[], None], received: list[int]):
+    def __init__(self, own: Launcher, wake: Callable[[], None], received: list[int]):
         self._own, self._wake, self._received, self._forwarded = own, wake, received, 0
         # The attempt, the last one that was ordered to stop, and whether node 0 is lost.
         self._attempt, self._stopped, self._is_lost = -1, -1, False
@@ -373,7 +373,7 @@ class Other:
         self._call = _reach(own, received)
         threading.Thread(target=self._read, name="jaxdist launch node 0", daemon=True).start()
 
-    def start(self, attempt: int, port: int) -> Start:
+    def start(self, attempt: int, port: int) -> Attempt:
         """Waits until node 0 starts an attempt.
 
         Raises:
@@ -384,7 +384,7 @@ class Other:
         order = self._next_order("start")
         self._attempt = order["attempt"]
         host = self._own.address.rpartition(":")[0]
-        return Start(self._attempt, f"{host}:{order['port']}", order["secret"], self._call.host)
+        return Attempt(self._attempt, f"{host}:{order['port']}", order["secret"], self._call.host)
 
     def stopping(self) -> bool:
         """Whether node 0 said so, or is lost."""
@@ -442,7 +442,7 @@ class Other:
         self._wake()
 
 
-def _reach(own: Node, received: Sequence[int]) -> Call:
+def _reach(own: Launcher, received: Sequence[int]) -> Call:
     """Connects to node 0, whose launcher may start later."""
     host, port = split_address(own.address, "the address of node 0")
     until, reason = time.monotonic() + own.timeout, "no answer"
@@ -466,7 +466,7 @@ def _reach(own: Node, received: Sequence[int]) -> Call:
         time.sleep(RETRY_SECONDS)
 
 
-def _greet(own: Node, connection: socket.socket) -> Call:
+def _greet(own: Launcher, connection: socket.socket) -> Call:
     if connection.getsockname() == connection.getpeername():
         # If nothing listens, Linux may connect a socket to itself.
         connection.close()
