@@ -21,6 +21,7 @@ from . import recipes as recipes
 from . import reducers as reducers
 from . import runtime as runtime
 from . import schedule as schedule
+from . import testing as testing
 from . import topology as topology
 from . import transforms as transforms
 from . import zero as zero

@@ -5,17 +5,21 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
 from .figures import in_bytes, new_table
+from .models.base import Workload
 from .results import RunResult, summarize, times_fewer
 from .running import check_folder
 from .training.suites import Cell, SeedSpread, pareto_front
 
-CAPTION = "Bytes: sent by one worker, read from the compiled step. Milliseconds: median on this machine's devices."
+CAPTION = (
+    "Bytes: sent by one worker, and as many received, read from the compiled step.\n"
+    "Milliseconds: median on this machine's devices."
+)
 SEEDS_CAPTION = (
     "Mean over the seeds and half of their range; differences are taken seed by seed.\n"
     "*: no other has both fewer bytes and a lower loss."
@@ -29,16 +33,39 @@ _LATEX = str.maketrans({mark: f"\\{mark}" for mark in "_%&#$"} | {"±": r"$\pm$"
 Record = Mapping[str, Any]
 
 
-def runs_table(finished: Sequence[RunResult], baseline: RunResult | None) -> Table:
-    """Single runs, compared with the baseline if there is one."""
+class Units(NamedTuple):
+    """What one worker trains on in a step: so many tokens or images."""
+
+    name: str  # of one of them
+    count: float
+
+    def share(self, sent: float) -> str:
+        """The bytes for each of them, of those that are sent in a step."""
+        each = sent / self.count
+        return f"{each:.1f} B" if 0 < each < 10 else in_bytes(each)
+
+    def heading(self) -> str:
+        """The heading of a column with the bytes for each of them."""
+        return f"bytes {'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
+
+
+def count_units(workload: Workload, batch: int, workers: int) -> Units:
+    """Counts what one of the workers trains on in a step, of a batch of all together."""
+    return Units(workload.unit.removesuffix("s"), batch * workload.units_per_example / workers)
+
+
+def runs_table(finished: Sequence[RunResult], baseline: RunResult | None, units: Units | None = None) -> Table:
+    """Single runs, compared with the baseline if there is one, and the bytes for each unit if that is known."""
     extra = [name for name in finished[0].held_out if name != "loss"]
     versus = [f"against {baseline.name}"] if baseline else []
     fewer = ["fewer bytes"] if baseline else []
-    headings = ["bytes a step", *fewer, "train loss", "held-out loss", *versus, *extra, "ms/step"]
+    each = [units.heading()] if units else []
+    headings = ["bytes a step", *each, *fewer, "train loss", "held-out loss", *versus, *extra, "ms/step"]
     table = new_table("reducer", headings, caption=CAPTION)
     for result in finished:
         summary = summarize(result, baseline)
         cells = [in_bytes(summary.wire_bytes_per_step)]
+        cells += [units.share(summary.wire_bytes_per_step)] if units else []
         cells += [] if summary.times_fewer_bytes is None else [_in_times(summary.times_fewer_bytes)]
         cells += [f"{summary.train_loss:.4f}", f"{summary.held_out_loss:.4f}"]
         cells += [f"{summary.difference:+.4f}"] if baseline else []
@@ -47,15 +74,19 @@ def runs_table(finished: Sequence[RunResult], baseline: RunResult | None) -> Tab
     return table
 
 
-def seeds_table(spreads: Sequence[SeedSpread]) -> Table:
+def seeds_table(spreads: Sequence[SeedSpread], units: Units | None = None) -> Table:
     """Runs of several seeds; the first is the baseline."""
     extra = [name for name in spreads[0].held_out if name != "loss"]
-    headings = ["bytes a step", "fewer bytes", "held-out loss", f"against {spreads[0].name}", *extra, "ms/step"]
+    each = [units.heading()] if units else []
+    versus = ["fewer bytes", "held-out loss", f"against {spreads[0].name}"]
+    headings = ["bytes a step", *each, *versus, *extra, "ms/step"]
     table = new_table("reducer", headings, caption=SEEDS_CAPTION)
     best = pareto_front(spreads)
     for spread in spreads:
         more = [_with_range(spread.held_out[name]) for name in extra]
-        cells = [*_compare_loss(spread, spreads[0]), *more, f"{spread.milliseconds:,.0f}"]
+        sent, *versus = _compare_loss(spread, spreads[0])
+        of_unit = [units.share(spread.wire_bytes)] if units else []
+        cells = [sent, *of_unit, *versus, *more, f"{spread.milliseconds:,.0f}"]
         table.add_row(f"{'*' if spread in best else ' '} {spread.name}", *cells)
     return table
 
@@ -94,10 +125,19 @@ def _with_range(values: np.ndarray, *, sign: str = "") -> str:
     return f"{values.mean():{sign}.4f}{spread}"
 
 
-def run_records(finished: Sequence[RunResult], baseline: RunResult | None) -> list[Record]:
+def run_records(finished: Sequence[RunResult], baseline: RunResult | None, units: Units | None = None) -> list[Record]:
     """The numbers of `runs_table`, for a program: bytes, seconds and losses as they were measured."""
     summaries = [summarize(result, baseline)._asdict() for result in finished]
-    return [_flatten(summary, summary.pop("held_out")) for summary in summaries]
+    records = [_flatten(summary, summary.pop("held_out")) for summary in summaries]
+    return [_add_units(record, units) for record in records]
+
+
+def _add_units(record: Record, units: Units | None) -> Record:
+    return (
+        record
+        if units is None
+        else {**record, f"wire_bytes_per_{units.name}": record["wire_bytes_per_step"] / units.count}
+    )
 
 
 def _flatten(summary: dict[str, Any], held_out: Mapping[str, float]) -> Record:
@@ -105,9 +145,9 @@ def _flatten(summary: dict[str, Any], held_out: Mapping[str, float]) -> Record:
     return summary | {f"held_out_{key}": value for key, value in held_out.items()}
 
 
-def seed_records(spreads: Sequence[SeedSpread], baseline: SeedSpread) -> list[Record]:
+def seed_records(spreads: Sequence[SeedSpread], baseline: SeedSpread, units: Units | None = None) -> list[Record]:
     """The numbers of `seeds_table`, for a program; every metric has its mean, deviation and range over the seeds."""
-    return [_record_of(spread, baseline) for spread in spreads]
+    return [_add_units(_record_of(spread, baseline), units) for spread in spreads]
 
 
 def _record_of(spread: SeedSpread, baseline: SeedSpread) -> Record:

@@ -183,6 +183,24 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def listen_with_gloo_at(host: str) -> None:
+    """Makes gloo, the transport between CPU processes, listen at this address of this machine.
+
+    Otherwise it listens where the name of the machine leads, which many systems resolve to their loopback interface.
+    JAX has no option for it. Call it after `jax.distributed.initialize`, and before the backend has started.
+    """
+    from jax._src import distributed, xla_bridge
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    def make_client() -> Any:
+        if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
+            return xla_bridge.make_cpu_client()
+        client = distributed.global_state.client
+        return xla_bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host))
+
+    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
 def find_known_problems() -> list[tuple[str, str]]:
     """What is known to be bad in what runs here, and what to do about it."""
     found = []

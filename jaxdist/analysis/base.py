@@ -27,6 +27,8 @@ class Collective(NamedTuple):
         operation with many operands, but on CPU each operand is still a separate, blocking ring.
       wire_bytes: the bytes that one worker sends, over all `count` executions; the mean where workers differ.
       where: the computation (of a compiled program) or the path of primitives (of a traced one) that contains it.
+      loops: how often each loop around it runs, the outermost first; `None` where the program does not say. Empty
+        outside of loops.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Collective(NamedTuple):
     messages: int
     wire_bytes: float
     where: str
+    loops: tuple[int | None, ...] = ()
 
     @property
     def padded_wire_bytes(self) -> float:
@@ -69,6 +72,11 @@ class Collectives(NamedTuple):
 def dtype_name(op: Collective) -> str:
     """Joins the dtypes of a collective: `"float32"`, `"float32+int32"`."""
     return op.dtype if isinstance(op.dtype, str) else "+".join(dict.fromkeys(op.dtype))
+
+
+def spell_loops(op: Collective) -> str:
+    """The iterations of the loops around a collective: `"3x8"`, `"?"` for an unknown number, empty outside of loops."""
+    return "x".join("?" if times is None else str(times) for times in op.loops)
 
 
 def wire_factor(kind: str, workers: int) -> float:
@@ -152,6 +160,12 @@ def repeat(ops: Sequence[Collective], times: int) -> list[Collective]:
     ]
 
 
+def in_loop(ops: Sequence[Collective], times: int | None) -> list[Collective]:
+    """Puts `ops` into a loop of so many iterations; one of an unknown number (`None`) counts once."""
+    inside = ops if times is None else repeat(ops, times)
+    return [op._replace(loops=(times, *op.loops)) for op in inside]
+
+
 def cost_of(ops: Sequence[Collective]) -> tuple[float, int]:
     """Returns what branches are compared by: bytes, and of those that send equally many, messages."""
     return sum((op.wire_bytes for op in ops), 0.0), sum(op.messages for op in ops)
@@ -186,7 +200,8 @@ def summarize(ops: Sequence[Collective], warnings: Sequence[str]) -> Collectives
 def table(found: Collectives) -> str:
     """Formats collectives as a table for a terminal; equal operations share a row.
 
-    A program whose buffers are padded, as they are on TPU, has two more columns.
+    A program with collectives inside loops has a column with the iterations, `3x8` for a loop of 8 inside one of 3 and
+    `?` for a number that the program does not state; one whose buffers are padded, as they are on TPU, has two more.
 
     Examples:
       >>> import jax
@@ -200,25 +215,30 @@ def table(found: Collectives) -> str:
       one worker sends                                                   8,192
     """
     # Unrolled layers repeat the same collective many times: one row for all of them.
-    merged: dict[tuple[str, str, int, int, int], list[Collective]] = defaultdict(list)
+    merged: dict[tuple[str, str, int, int, int, str], list[Collective]] = defaultdict(list)
     for op in found.ops:
-        merged[op.kind, dtype_name(op), op.group_size, op.bytes, op.padded_bytes].append(op)
+        key = op.kind, dtype_name(op), op.group_size, op.bytes, op.padded_bytes, spell_loops(op)
+        merged[key].append(op)
     is_padded = any(op.padded_bytes != op.bytes for op in found.ops)
+    is_looped = any(op.loops for op in found.ops)
     rows = [["kind", "dtype", "workers", "times", "messages", "bytes", "wire bytes"]]
     rows[0] += ["padded", "wire padded"] if is_padded else []
-    for (kind, dtype, workers, size, padded), ops in merged.items():
+    rows[0] += ["loops"] if is_looped else []
+    for (kind, dtype, workers, size, padded, loops), ops in merged.items():
         times, messages = sum(op.count for op in ops), sum(op.messages for op in ops)
         wire = sum(op.wire_bytes for op in ops)
         rows.append([kind, dtype, str(workers), str(times), str(messages), f"{size:,}", f"{wire:,.0f}"])
         rows[-1] += [f"{padded:,}", f"{sum(op.padded_wire_bytes for op in ops):,.0f}"] if is_padded else []
+        rows[-1] += [loops] if is_looped else []
     rows.append(["one worker sends", *[""] * 5, f"{found.wire_bytes:,.0f}"])
     rows[-1] += ["", f"{found.padded_wire_bytes:,.0f}"] if is_padded else []
+    rows[-1] += [""] if is_looped else []
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
         "  ".join(
             cell.ljust(width) if column < 2 else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths))
-        )
+        ).rstrip()
         for row in rows
     ]
     return "\n".join([*lines, *(f"note: {warning}" for warning in found.warnings)])

@@ -15,9 +15,9 @@ from .base import (
     Collectives,
     check_branch,
     cost_of,
+    in_loop,
     make_collective,
     mesh_groups,
-    repeat,
     summarize,
     take_branch,
 )
@@ -133,8 +133,8 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
             times = trip_count(module, name, instruction) if inside or tested else 0
             if times is None:
                 warnings.append(f"the loop {instruction.name} in {name} runs an unknown number of times; counted once")
-                return inside + tested
-            return repeat(inside, times) + repeat(tested, times + 1)  # the test that ends the loop runs too
+                return in_loop(inside + tested, None)
+            return in_loop(inside, times) + in_loop(tested, times + 1)  # the test that ends the loop runs too
         if instruction.opcode == "conditional":
             branches = [walk(callee) for callee in callees_of(instruction, *BRANCHES_OF)]
             where = f"{instruction.name} in {name}"
@@ -267,12 +267,12 @@ def logical_collectives(
             found = walk(params["cond_jaxpr"], sizes, inside) + walk(params["body_jaxpr"], sizes, inside)
             if found:
                 warnings.append(f"the loop {inside} runs an unknown number of times; counted once")
-            return found
+            return in_loop(found, None)
         # The axes of a mesh have their sizes inside its shard_map only.
         if name == "shard_map":
             sizes = {**sizes, **dict(params["mesh"].shape)}
         found = [op for part in inner_jaxprs(equation) for op in walk(part, sizes, inside)]
-        return repeat(found, params["length"]) if name == "scan" else found
+        return in_loop(found, params["length"]) if name == "scan" else found
 
     return summarize(walk(closed, sizes, ""), warnings)
 

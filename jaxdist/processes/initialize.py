@@ -5,7 +5,7 @@ import os
 import jax
 
 from .._core.checks import check_count
-from .._core.compat import coordination_client, has_backend
+from .._core.compat import coordination_client, has_backend, listen_with_gloo_at
 from .cluster import COUNT, Job, MismatchError, detect, where_to_listen
 from .consistency import exchange, fingerprint_process
 from .rendezvous import GRACE_SECONDS, check_in
@@ -14,6 +14,7 @@ from .rendezvous import GRACE_SECONDS, check_in
 RANKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 UNPROXIED = "no_grpc_proxy"
 SECRET = "JAXDIST_SECRET"
+HOST = "JAXDIST_HOST"
 KUBERNETES = "KUBERNETES_SERVICE_HOST"  # set in every container; the name of a pod resolves only when it is ready
 
 
@@ -27,6 +28,9 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
     JAX's own service aborts if a process is missing. So all processes first check in with process 0, at the same port:
     each must come in time, with the same number of processes. Then they compare their versions and settings of JAX
     through that service. `check_consistency` compares what they build.
+
+    Between CPU processes, gloo listens where the name of the machine leads, or at `JAXDIST_HOST`, an address of this
+    machine, which `jaxdist launch --nodes` sets to that of the network of `--address`.
 
     If `JAXDIST_SECRET` is set, to the same text in all processes, other programs are ignored at the check-in. JAX's own
     service has no secret: keep its port within a trusted network (`docs/how-to/run-on-many-processes.md`).
@@ -107,6 +111,8 @@ def _join(job: Job, seconds: int, heartbeat_seconds: int) -> None:
         heartbeat_timeout_seconds=heartbeat_seconds,
         coordinator_bind_address=listen_at,
     )
+    if host := os.environ.get(HOST, ""):
+        listen_with_gloo_at(host)
     # Not `compare`, which asks JAX for the number of processes and so starts its backend.
     versions = fingerprint_process()
     store, place = coordination_client(), "jaxdist/versions"

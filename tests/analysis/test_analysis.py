@@ -286,14 +286,33 @@ def test_memory_counts_arguments_outputs_and_donation():
 
 
 def test_table_merges_equal_operations_and_ends_with_the_total(mesh):
-    step, x = sharded(mesh, lambda x: lax.ppermute(scan_of_six(x), "pod", EXCHANGE) + lax.pmean(x, BOTH))
+    def swap_twice(x):
+        return lax.ppermute(lax.ppermute(x, "pod", EXCHANGE), "pod", EXCHANGE) + lax.pmean(x, BOTH)
+
+    step, x = sharded(mesh, swap_twice)
     lines = analysis.table(analysis.logical_collectives(step, x)).splitlines()
     assert [line.split() for line in lines[1:3]] == [
-        ["collective-permute", "float32", "2", "7", "7", "256", "1,792"],
+        ["collective-permute", "float32", "2", "2", "2", "256", "512"],
         ["all-reduce", "float32", "8", "1", "1", "256", "448"],
     ]
-    assert lines[-1].split() == ["one", "worker", "sends", "2,240"]
+    assert lines[-1].split() == ["one", "worker", "sends", "960"]
     assert analysis.table(analysis.Collectives((), 0.0, ("careful",))).endswith("note: careful")
+
+
+def test_table_says_which_collectives_are_in_loops(mesh):
+    for found in both_counts(mesh, lambda x: nested_loops(x) + lax.pmean(x, BOTH)):
+        assert {op.kind: op.loops for op in found.ops} == {
+            "collective-permute": (4, 3),
+            "reduce-scatter": (4,),
+            "all-reduce": (),
+        }
+        heading, *lines, total = analysis.table(found).splitlines()
+        assert heading.endswith("  loops")
+        assert {line.split()[0]: line.split()[-1] for line in lines if "all-reduce" not in line} == {
+            "collective-permute": "4x3",
+            "reduce-scatter": "4",
+        }
+        assert not total.endswith(" ")
 
 
 def test_mistakes_are_named():

@@ -21,7 +21,7 @@ NAMES = ("exact", "compressed_adam:2e-3/ef:top_k:0.01", LONG)
 def _runs_table():
     record = train.Record(1, 5.0, 0.1, 1.0, 158_400.0, 158_400.0)
     runs = [results.RunResult(name, (record,), {"loss": 2.3456, "accuracy": 0.5}, 158_400.0, 1.0) for name in NAMES]
-    return tables.runs_table(runs, runs[0])
+    return tables.runs_table(runs, runs[0], tables.Units("image", 8.0))
 
 
 def _race_table():
@@ -32,7 +32,7 @@ def _race_table():
 
 def _advice_table():
     found = [advise.Prediction(name, 1e6, 0.01, 0.02, 12.3456, 0.11, 12.5e6, 1234.5) for name in NAMES]
-    return advise._predictions_table(found, 2.4)
+    return advise._predictions_table(found, 2.4, tables.Units("token", 512.0))
 
 
 def _print(table, **terminal):
@@ -112,3 +112,18 @@ def test_rounds_of_islands_are_whole_on_a_narrow_terminal(monkeypatch):
 def test_the_best_row_keeps_its_style_on_a_narrow_terminal():
     printed = _print(_advice_table(), width=60, force_terminal=True, color_system="standard")
     assert printed.count("\x1b[1;32m") > 1
+
+
+def test_the_bytes_of_a_unit_are_those_of_one_worker():
+    units = tables.count_units(parse.parse_workload("text", None)._replace(units_per_example=128), 32, 4)
+    assert units == tables.Units("token", 8 * 128)
+    record = train.Record(1, 5.0, 0.1, 1.0, 4e6, 4e6)
+    runs = [results.RunResult("exact", (record,), {"loss": 2.0}, sent, 1.0) for sent in (4e6, 4e3)]
+    table = tables.runs_table(runs, runs[0], units)
+    assert table.columns[2].header == "bytes a token"
+    assert list(table.columns[2].cells) == ["3.9 kB", "3.9 B"]
+    assert [row["wire_bytes_per_token"] for row in tables.run_records(runs, runs[0], units)] == [4e6 / 1024, 4e3 / 1024]
+    spreads = [suites.collect_seeds([each], [runs[0]]) for each in runs]
+    assert list(tables.seeds_table(spreads, units).columns[2].cells) == ["3.9 kB", "3.9 B"]
+    assert tables.seed_records(spreads, spreads[0], units)[0]["wire_bytes_per_token"] == 4e6 / 1024
+    assert tables.Units("image", 1.0).heading() == "bytes an image"

@@ -16,7 +16,7 @@ from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.checkpoint import errors as checkpoint_errors
 from jaxdist.offload.nvme import files as store_errors
 from jaxdist.processes import CollectiveError, ProcessLostError, StepTimeoutError, cluster
-from jaxdist.processes.launch import ProcessFailedError
+from jaxdist.processes.launch import NodeLostError, ProcessFailedError
 
 FILE = pathlib.Path("run", "5", "state")
 RAISED = [
@@ -31,7 +31,9 @@ RAISED = [
     islands.StoreUnusableError("no"),
     islands.TooFewIslandsError("one"),
     CollectiveError("data", ("sum", "max")),
+    NodeLostError(1),
     ProcessFailedError(1, -9, FILE, ["the last line"]),
+    ProcessFailedError(1, -9, FILE, ["the last line"], 1),
     checkpoint_errors.CheckpointDamagedError(FILE, 5, "is missing"),
     checkpoint_errors.CheckpointFullError(FILE, 5, errno.ENOSPC),
     checkpoint_errors.CheckpointPeerError("process 1 could not save step 5", 1),

@@ -43,7 +43,7 @@ METHODS = (
 # A method may be this much slower than the fastest and still be preferred if it changes training less.
 CLOSE = 1.1
 NOTE = (
-    "Bytes: sent by one worker, from the traced step. Coding: timed on this device.\n"
+    "Bytes: sent by one worker, and as many received, from the traced step. Coding: timed on this device.\n"
     "Step: the model's own work, coding and network, one after the other unless the method's schedule hides some.\n"
     "Hidden: with communication hidden behind the model's own work as far as possible.\n"
     "Break-even: on slower links than this a step of the method is shorter than one of the first."
@@ -139,7 +139,7 @@ def run_advise(chosen: AdviseOptions) -> None:
     console.print(
         f"\n{workers} workers, {_spell_link(link)}, {1e3 * compute:,.0f} ms of the model's own work", style="dim"
     )
-    table = _predictions_table(found, target)
+    table = _predictions_table(found, target, tables.count_units(workload, chosen.batch, workers))
     print_table(console, table)
     if chosen.table is not None:
         print_paths(console, table=tables.write_table(table, [each._asdict() for each in found], chosen.table))
@@ -219,8 +219,17 @@ def _spell_seconds(prediction: Prediction) -> str:
     return "-" if prediction.seconds == math.inf else f"{prediction.seconds:,.1f} s"
 
 
-def _predictions_table(found: Sequence[Prediction], target: float) -> Table:
-    headings = ["bytes a step", "coding ms", "network ms", "step ms", "hidden ms", "speed", "break-even"]
+def _predictions_table(found: Sequence[Prediction], target: float, units: tables.Units) -> Table:
+    headings = [
+        "bytes a step",
+        units.heading(),
+        "coding ms",
+        "network ms",
+        "step ms",
+        "hidden ms",
+        "speed",
+        "break-even",
+    ]
     with_losses = not math.isnan(found[0].seconds)
     headings += [f"to {target:.4g}"] if with_losses else []
     table = new_table("method", headings, caption=NOTE)
@@ -231,7 +240,8 @@ def _predictions_table(found: Sequence[Prediction], target: float) -> Table:
         speed = f"{found[0].step / method.step:.2f}x"
         style = "bold green" if method is best else None
         last = [_spell_seconds(method)] if with_losses else []
-        table.add_row(method.name, in_bytes(method.wire_bytes), *times, speed, break_even, *last, style=style)
+        sent = in_bytes(method.wire_bytes), units.share(method.wire_bytes)
+        table.add_row(method.name, *sent, *times, speed, break_even, *last, style=style)
     return table
 
 

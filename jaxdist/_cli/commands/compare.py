@@ -144,13 +144,13 @@ def _compare_reducers(chosen: CompareOptions) -> None:
                 gloo = chosen.compute is None and uses_gloo()
                 cost = measured[name]._replace(traffic=costs.traffic_of_run(run, sent=sent, gloo=gloo))
                 entrants.append(race.enter(name, cost, finished[-1]))
-    title = title_of(chosen, workload, mesh.size)
+    title, units = title_of(chosen, workload, mesh.size), tables.count_units(workload, chosen.batch, mesh.size)
     if chosen.suite or chosen.seeds > 1:
         spreads = _collect(finished)
-        table, records = tables.seeds_table(spreads), tables.seed_records(spreads, spreads[0])
+        table, records = tables.seeds_table(spreads, units), tables.seed_records(spreads, spreads[0], units)
     else:
         single = [seeds[0] for seeds in finished]
-        table, records = tables.runs_table(single, single[0]), tables.run_records(single, single[0])
+        table, records = tables.runs_table(single, single[0], units), tables.run_records(single, single[0], units)
     console.print(f"\n{title}", style="dim", highlight=False)
     print_table(console, table)
     print_paths(console, log=log_path)

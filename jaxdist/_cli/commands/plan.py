@@ -24,6 +24,7 @@ from ..models.base import TrainingMethod, Workload
 from ..running import Integer, Text, new_console, path_in, print_paths
 from ..spellings import grammar, parse
 from ..spellings.tables import ANY_STEPS
+from ..tables import Units, count_units
 from ..training.one_worker import check_zero, parse_offload
 
 PARTS = {
@@ -112,7 +113,7 @@ def run_plan(chosen: PlanOptions) -> int:
     console.print(title, style="bold", highlight=False)
     _print_memory(console, found)
     if found.collectives:
-        _print_communication(console, found)
+        _print_communication(console, found, count_units(workload, batch, found.devices))
     # A single chip communicates with none, and has a time too.
     if not math.isnan(found.seconds):
         _print_times(console, found, batch * workload.units_per_example)
@@ -188,7 +189,7 @@ def _print_memory(console: Console, found: planning.Planned) -> None:
     console.print(f"{verdict}: {share:.0%} of the {in_bytes(found.chip.memory)} of a {found.chip.name}\n", markup=True)
 
 
-def _print_communication(console: Console, found: planning.Planned) -> None:
+def _print_communication(console: Console, found: planning.Planned, units: Units) -> None:
     headings = ("workers", "times", "sent", "asynchronous", "takes", "waited for")
     title = "communication of a step, one worker along the axis data"
     table = new_table("collective", ("dtype", *headings), title=title, title_justify="left")
@@ -202,7 +203,9 @@ def _print_communication(console: Console, found: planning.Planned) -> None:
     for link in found.links:
         line = f"over {link.link}: {in_bytes(link.bytes)} of each device, {_milliseconds(link.seconds)}"
         console.print(line, highlight=False)
-    console.print(f"in all {in_bytes(found.wire_bytes)} a step, on average\n", highlight=False)
+    sent = f"in all {in_bytes(found.wire_bytes)} a step, on average"
+    each = f"{units.share(found.wire_bytes)} a {units.name} of its own, sent and as many received"
+    console.print(f"{sent}: {each}\n", highlight=False)
 
 
 def _print_times(console: Console, found: planning.Planned, tokens: int) -> None:

@@ -4,17 +4,18 @@ import contextlib
 import math
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from ..._core.checks import Portable
+from .failures import Failure
+from .nodes import Attempt, Launcher, Team, check_node, join
 from .reaper import reaper
-from .worker import Worker, describe_exit, finish, kill, printers, start
+from .worker import Worker, finish, kill, printers, start
 
 STOP_SECONDS = 1.0  # from the first failure to SIGKILL for the others
 PAUSE_SECONDS, LONGEST_PAUSE = 0.5, 30.0  # before the first restart, and at most
@@ -30,16 +31,12 @@ OTHERS = ("kfd", "accel[0-9]*", "vfio/[0-9]*")  # AMD's GPUs, and TPUs under two
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_ARENA_MAX": "1"}
 
 
-class ProcessFailedError(Portable, RuntimeError):
-    """A process of the job, of number `process`, failed, and the others were stopped.
+class Events(NamedTuple):
+    """What interrupts the launcher: a socket that becomes readable, as after `wake()`, and the signals to pass on."""
 
-    `code` is its return code, as in `subprocess`: negative for a signal. `log` is the file with its output.
-    """
-
-    def __init__(self, process: int, code: int, log: Path, last: Sequence[str] = ()):
-        lines = "".join(f"\n  {line}" for line in last)
-        super().__init__(f"process {process} {describe_exit(code)}; {log} ends with{lines or ' nothing'}")
-        self.process, self.code, self.log = process, code, log
+    wake: Callable[[], None]
+    socket: socket.socket
+    received: list[int]
 
 
 def launch(
@@ -51,8 +48,15 @@ def launch(
     logs: Path | str = "runs/launch",
     grace_seconds: float = 30.0,
     environment: Mapping[str, str] = os.environ,
+    nodes: int = 1,
+    node: int = 0,
+    address: str = "",
+    timeout_seconds: float = 300.0,
 ) -> None:
     """Runs a command in several processes on this machine and waits for them. Call it from the main thread.
+
+    On several machines, call it on each with the same arguments, but for the number of the `node`. The launchers meet
+    at `address`, and start, stop and restart together; processes are numbered from node 0 on.
 
     Each process gets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, which `jaxdist.initialize`
     reads, and `JAXDIST_ATTEMPT`: 0, plus one for each restart. Its output is shown after its number, and kept in
@@ -65,16 +69,25 @@ def launch(
 
     Args:
       restarts: how often to restart the whole job after a failure, after a pause of half a second, doubled each time up
-        to 30 s. The script continues from its last checkpoint.
+        to 30 s. The script continues from its last checkpoint. Of several nodes that of node 0 counts.
       port: where process 0 listens for the others; a free one by default.
-      logs: the folder for the logs; those of later attempts go to `logs/attempt-1` and so on.
+      logs: the folder for the logs; those of later attempts go to `logs/attempt-1` and so on. Of several nodes each has
+        its own folder in it, `logs/node-0` and so on.
       grace_seconds: how long processes may continue after a signal was passed on, to save.
       environment: their environment. On CPUs, variables are added that let glibc keep memory between steps, unless it
         configures an allocator already.
+      nodes: the number of machines, with `processes` on each.
+      node: the number of this one, from 0.
+      address: `HOST:PORT` of node 0, the same on all nodes, where its launcher listens. The interfaces that lead there
+        are those that gloo uses; `JAXDIST_HOST`, an address of this machine, overrides this.
+      timeout_seconds: how long to wait for the other nodes.
 
     Raises:
       ProcessFailedError: a process failed, and no restarts were left.
-      ValueError: the port is taken, or the GPUs do not divide among the processes.
+      NodeLostError: the launcher of another node, or its machine, ended; from then on likewise.
+      AgreementError: a node did not come in time, or differs in `nodes` or `processes`; or the port of `address` is
+        taken, or another program's.
+      ValueError: the port is taken, the GPUs do not divide among the processes, or `node` and `address` do not fit.
 
     Examples:
       >>> import sys, tempfile
@@ -87,43 +100,63 @@ def launch(
             f"launch needs at least 1 process, 0 restarts and 0 seconds of grace, got {processes}, {restarts} and "
             f"{grace_seconds}"
         )
+    own = Launcher(node, nodes, processes, address, environment.get("JAXDIST_SECRET", ""), timeout_seconds)
+    check_node(own)
     devices = assign_gpus(processes, environment)
-    with _signals() as (wakeup, received), printers(Path(logs)) as (out, err):
-        for attempt in range(restarts + 1):
-            folder = Path(logs, f"attempt-{attempt}") if attempt else Path(logs)
-            with hold_port(port) as held, reaper() as note:
-                if not attempt:
-                    _set_aside(folder)
-                address = f"127.0.0.1:{port_of(held)}"
-                own = {**environment, "PYTHONUNBUFFERED": "1", "JAXDIST_ATTEMPT": str(attempt)}
-                # All processes are on this machine: listen on the loopback interface only.
-                own |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_COORDINATOR_BIND_ADDRESS": address}
-                own |= {"JAX_NUM_PROCESSES": str(processes), "JAXDIST_SECRET": secrets.token_hex()}
-                own |= allocator_settings(environment)
+    logs = Path(logs, f"node-{node}") if nodes > 1 else Path(logs)
+    with _signals() as events, printers(logs) as outputs, join(own, events.wake, events.received) as team:
+        attempt, is_first = 0, True
+        while True:
+            # Of several nodes, the port of node 0 counts.
+            with hold_port(0 if node else port) as held, reaper() as note:
+                begin = team.start(attempt, port_of(held))
+                if is_first:
+                    _set_aside(logs)
+                attempt, is_first = begin.attempt, False
+                folder = Path(logs, f"attempt-{attempt}") if attempt else logs
+                variables = _variables(environment, own, begin)
                 workers: list[Worker] = []
                 # Whatever happens here, also an exception from a signal handler, no process may be left behind.
                 try:
-                    for number in range(processes):
-                        variables = own | devices[number] | {"JAX_PROCESS_ID": str(number)}
-                        workers.append(start(command, number, variables, folder / f"{number}.log", (out, err)))
+                    for number, gpus_of in enumerate(devices, node * processes):
+                        of_process = variables | gpus_of | {"JAX_PROCESS_ID": str(number)}
+                        workers.append(start(command, number, of_process, folder / f"{number}.log", outputs))
                         note(workers[-1].process.pid, True)
-                    failed = _watch(workers, wakeup, received, grace_seconds, note)
+                    failed = _watch(workers, events, grace_seconds, note, team)
                 finally:
-                    for worker in workers:
-                        if not worker.ended:
-                            kill(worker)
-                            worker.process.wait()
-                            finish(worker)
-                    _wait_for_readers(workers)
-            if not failed:
+                    _clear(workers)
+            error, again = team.finish([_describe(worker) for worker in failed], restarts)
+            if error is None:
                 return
-            error = _cause(failed)
-            if attempt < restarts and not received:
-                err.tell(f"ProcessFailedError: {error}".encode())
-                err.tell(f"restart {attempt + 1} of {restarts}".encode())
-                _pause(wakeup, received, min(PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE))
-            if attempt == restarts or received:
+            if again:
+                outputs[1].tell(f"{type(error).__name__}: {error}".encode())
+                outputs[1].tell(f"restart {attempt + 1} of {restarts}".encode())
+                # The other nodes wait for node 0.
+                _pause(events, 0.0 if node else min(PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE))
+            if not again or events.received:
                 raise error
+            attempt += 1
+
+
+def _variables(environment: Mapping[str, str], own: Launcher, begin: Attempt) -> dict[str, str]:
+    """Returns the environment of all processes of this node."""
+    found = {**environment, "PYTHONUNBUFFERED": "1", "JAXDIST_ATTEMPT": str(begin.attempt)}
+    found |= {"JAX_COORDINATOR_ADDRESS": begin.address, "JAXDIST_SECRET": begin.secret}
+    found |= {"JAX_NUM_PROCESSES": str(own.nodes * own.processes)} | allocator_settings(environment)
+    if own.nodes == 1:
+        # All processes are on this machine: listen on the loopback interface only.
+        return found | {"JAX_COORDINATOR_BIND_ADDRESS": begin.address}
+    return {"JAXDIST_HOST": begin.host} | found
+
+
+def _clear(workers: Sequence[Worker]) -> None:
+    """Kills the processes that still run, and waits for the output of all."""
+    for worker in workers:
+        if not worker.ended:
+            kill(worker)
+            worker.process.wait()
+            finish(worker)
+    _wait_for_readers(workers)
 
 
 def _set_aside(folder: Path) -> None:
@@ -140,44 +173,47 @@ def _set_aside(folder: Path) -> None:
         path.rename(to / path.name)
 
 
-def _pause(wakeup: socket.socket, received: Sequence[int], seconds: float) -> None:
+def _pause(events: Events, seconds: float) -> None:
     """Waits, or until a signal comes. Without pauses, a job that fails at once would use up its restarts in seconds."""
     until = time.monotonic() + seconds
-    while not received and (left := until - time.monotonic()) > 0:
-        _wait(wakeup, left)
+    while not events.received and (left := until - time.monotonic()) > 0:
+        _wait(events, left)
 
 
-def _wait(wakeup: socket.socket, seconds: float | None) -> None:
+def _wait(events: Events, seconds: float | None) -> None:
     """Waits until a signal comes or a process ends, at most `seconds`."""
-    wakeup.settimeout(seconds)
+    events.socket.settimeout(seconds)
     with contextlib.suppress(TimeoutError, BlockingIOError):
-        wakeup.recv(4096)
+        events.socket.recv(4096)
 
 
 def _watch(
-    workers: Sequence[Worker],
-    wakeup: socket.socket,
-    received: Sequence[int],
-    grace: float,
-    note: Callable[[int, bool], None],
+    workers: Sequence[Worker], events: Events, grace: float, note: Callable[[int, bool], None], team: Team
 ) -> list[Worker]:
-    """Passes on signals until all processes have ended; returns the first to fail, several if found together."""
+    """Passes on signals until all processes have ended; returns the first to fail, several if found together.
+
+    If the processes of another node failed first, none of these did.
+    """
     # It never reads or writes the output of processes, so that a slow disk or terminal cannot block it.
     failed: list[Worker] = []
-    asked, passed_on, deadline = 0, 0, math.inf
+    asked, passed_on, deadline, is_stopping = 0, 0, math.inf, False
     while alive := [worker for worker in workers if not worker.ended]:
-        _wait(wakeup, None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-        for number in received[passed_on:]:
+        _wait(events, None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        for number in events.received[passed_on:]:
             passed_on += 1
             asked += number != WARNING
             # The second signal kills at once; a warning does not count as the first.
             deadline = min(deadline, time.monotonic() + (grace if asked < 2 else 0.0))
             _send(alive, signal.SIGTERM if number == WARNING else number)
+        team.pass_on()
         ended = [worker for worker in alive if worker.process.poll() is not None]
         for worker in ended:
             finish(worker)
             note(worker.process.pid, False)
-        if not failed and (failed := [worker for worker in ended if worker.process.returncode]):
+        if not is_stopping and not failed and (failed := [worker for worker in ended if worker.process.returncode]):
+            team.failed()
+        if not is_stopping and (failed or team.stopping()):
+            is_stopping = True
             deadline = min(deadline, time.monotonic() + STOP_SECONDS)
             _send([worker for worker in alive if not worker.ended], signal.SIGTERM)
         if time.monotonic() >= deadline:
@@ -195,13 +231,9 @@ def _wait_for_readers(workers: Sequence[Worker]) -> None:
         worker.reader.join(max(0.0, until - time.monotonic()))
 
 
-def _cause(failed: Sequence[Worker]) -> ProcessFailedError:
-    """Returns the error of the likely cause among processes that failed together."""
-    # A killed process (code < 0) comes first: its peers exit with an error, or are aborted by JAX.
-    order = {-signal.SIGABRT: 2}
-    first = min(failed, key=lambda worker: (order.get(code := worker.process.returncode, int(code > 0)), worker.number))
-    last = [line.decode(errors="replace") for line in first.last]
-    return ProcessFailedError(first.number, first.process.returncode, first.path, last)
+def _describe(worker: Worker) -> Failure:
+    last = [line.decode(errors="replace") for line in worker.last]
+    return Failure(worker.number, worker.process.returncode, str(worker.path), last)
 
 
 def _send(workers: Sequence[Worker], number: int) -> None:
@@ -212,17 +244,23 @@ def _send(workers: Sequence[Worker], number: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[tuple[socket.socket, list[int]]]:
+def _signals() -> Iterator[Events]:
     """Yields a socket that becomes readable when a signal comes or a process ends, and the signals to pass on."""
     received: list[int] = []
     wakeup, end = socket.socketpair()
     end.setblocking(False)
+
+    def wake() -> None:
+        # If it is full, it is readable.
+        with contextlib.suppress(OSError):
+            end.send(b"\0")
+
     handled = [number for number in (*STOP_SIGNALS, WARNING) if (number, signal.getsignal(number)) != NOHUP]
     old = {number: signal.signal(number, lambda number, _: received.append(number)) for number in handled}
     old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     old_wakeup = signal.set_wakeup_fd(end.fileno(), warn_on_full_buffer=False)
     try:
-        yield wakeup, received
+        yield Events(wake, wakeup, received)
     finally:
         signal.set_wakeup_fd(old_wakeup)
         for number, handler in old.items():
