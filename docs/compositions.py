@@ -39,6 +39,7 @@ REDUCERS = {
     "integer_sum()": jr.integer_sum,
     "intsgd()": jr.intsgd,
     "median()": jr.median,
+    "row_sparse(1)": lambda: jr.row_sparse(1),
     "trimmed_mean(1)": lambda: jr.trimmed_mean(1),
     "dgc(0.01)": lambda: jr.dgc(0.01),
     "dgc(0.01, clip_norm=1.0)": lambda: jr.dgc(0.01, clip_norm=1.0),

@@ -59,6 +59,7 @@ REDUCERS = {
     "intsgd()": jr.intsgd,
     "majority_vote()": jr.majority_vote,
     "median()": jr.median,
+    "row_sparse(1)": lambda: jr.row_sparse(1),
     "trimmed_mean(1)": lambda: jr.trimmed_mean(1),
 }
 

@@ -48,6 +48,7 @@ from .reducer import reason_against as reason_against
 from .reducer import weakest as weakest
 from .reducer_schedule import reducer_schedule as reducer_schedule
 from .ring import ring as ring
+from .row_sparse import row_sparse as row_sparse
 from .trees import cast_like as cast_like
 from .trees import is_map_params_placeholder as is_map_params_placeholder
 from .trimmed_mean import trimmed_mean as trimmed_mean

@@ -53,6 +53,9 @@ REDUCERS = {
     "alq": Spelling(reducers.alq, "levels adapted to the gradients"),
     "amq": Spelling(reducers.amq, "levels that are powers of a fitted number"),
     "majority": Spelling(reducers.majority_vote, "workers vote on each sign; use a small learning rate"),
+    "row_sparse": Spelling(
+        reducers.row_sparse, "the mean, of which only rows that are not zero are sent; for embeddings"
+    ),
     "median": Spelling(reducers.median, "the middle value of each entry; a few bad workers cannot move it far"),
     "trimmed_mean": Spelling(reducers.trimmed_mean, "the mean without the TRIM largest and smallest values"),
     "intsgd": Spelling(reducers.intsgd, "sums of integers of 8 or 32 bits with an adaptive scale"),
