@@ -16,7 +16,10 @@ MANY = 4
 def exported(source: Path) -> set[str]:
     """The names that a file gives to others: its own definitions, and `from .x import y as y`."""
     names = set()
-    for node in ast.parse(source.read_text()).body:
+    nodes = ast.parse(source.read_text()).body
+    # What is imported later is written for type checkers only.
+    nodes += [inner for node in nodes if isinstance(node, ast.If) for inner in node.body]
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             names |= {alias.name for alias in node.names if alias.asname == alias.name}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -4,31 +4,20 @@ from ._core import interrupts as _interrupts  # noqa: F401 - before JAX, which t
 
 # isort: split
 
-from . import analysis as analysis
-from . import asynchronous as asynchronous
-from . import checkpoint as checkpoint
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import comm as comm
 from . import compressors as compressors
-from . import decentralized as decentralized
-from . import islands as islands
-from . import local_sgd as local_sgd
-from . import offload as offload
-from . import online as online
-from . import optimizers as optimizers
-from . import overlap as overlap
 from . import processes as processes
-from . import recipes as recipes
 from . import reducers as reducers
 from . import runtime as runtime
 from . import schedule as schedule
 from . import testing as testing
 from . import topology as topology
 from . import transforms as transforms
-from . import zero as zero
 from .compressors import qsgd as qsgd
 from .compressors import top_k as top_k
-from .decentralized import gossip as gossip
-from .local_sgd import local_steps as local_steps
 from .processes import initialize as initialize
 from .reducers import compressed as compressed
 from .reducers import error_feedback as error_feedback
@@ -52,6 +41,52 @@ from .transforms import accumulate as accumulate
 from .transforms import all_reduce as all_reduce
 from .transforms import local_value_and_grad as local_value_and_grad
 from .transforms import skip_nonfinite as skip_nonfinite
-from .zero import zero_redundancy as zero_redundancy
+
+if TYPE_CHECKING:
+    from . import analysis as analysis
+    from . import asynchronous as asynchronous
+    from . import checkpoint as checkpoint
+    from . import decentralized as decentralized
+    from . import islands as islands
+    from . import local_sgd as local_sgd
+    from . import offload as offload
+    from . import online as online
+    from . import optimizers as optimizers
+    from . import overlap as overlap
+    from . import recipes as recipes
+    from . import zero as zero
+    from .decentralized import gossip as gossip
+    from .local_sgd import local_steps as local_steps
+    from .zero import zero_redundancy as zero_redundancy
+else:
+    # The rooms that most programs do without, and where functions of theirs are: with them the import takes twice as
+    # long. They are imported when a program first asks for them. Type checkers do not see `__getattr__`, which would
+    # give them every name.
+    _ROOMS = (
+        "analysis",
+        "asynchronous",
+        "checkpoint",
+        "decentralized",
+        "islands",
+        "local_sgd",
+        "offload",
+        "online",
+        "optimizers",
+        "overlap",
+        "recipes",
+        "zero",
+    )
+    _ROOM_OF = {"gossip": "decentralized", "local_steps": "local_sgd", "zero_redundancy": "zero"}
+
+    def __getattr__(name: str) -> Any:
+        if name in _ROOMS:
+            return importlib.import_module(f".{name}", __name__)
+        if name in _ROOM_OF:
+            return getattr(importlib.import_module(f".{_ROOM_OF[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_ROOMS, *_ROOM_OF})
+
 
 __version__ = "0.1.0"

@@ -12,6 +12,7 @@ from common import run_subcommand
 SUBCOMMANDS = {
     "step": "all_reduce(exact()) under distribute beside a step with pmean written by hand",
     "compile_time": "seconds to compile against the number of leaves",
+    "start_up": "seconds to import the library, and to the first loss of the README's program",
     "compile_cache": "seconds to the first step, with and without a cache of compiled programs",
 }
 

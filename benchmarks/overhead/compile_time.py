@@ -66,7 +66,9 @@ def lower_ours(name: str, like: Any, mesh: Any) -> Callable[[], Any]:
     reducers = {
         "exact": jd.exact,
         "power_sgd": lambda: jd.error_feedback(jd.power_sgd(rank=4)),
-        "two_shot": lambda: jd.two_shot(jd.int8() if mesh.devices.flat[0].platform == "tpu" else jd.qsgd(4)),
+        "two_shot": lambda: jd.two_shot(
+            jd.compressors.int8() if mesh.devices.flat[0].platform == "tpu" else jd.qsgd(4)
+        ),
     }
     if name == "diloco":
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)

@@ -274,7 +274,9 @@ def shard_length(size: int, workers: int) -> int:
 def rows_of_workers(x: Array, workers: int, *, groups: int = 1) -> Array:
     """`[*s] -> [W, n]`, padded with zeros: row `j` is worker `j`'s shard; with several groups `[W, groups·n]`."""
     flat = x.ravel()
-    flat = jnp.pad(flat, (0, -flat.size % (groups * workers * MULTIPLE)))
+    # Tracing a padding of nothing takes as long as one of something.
+    if padding := -flat.size % (groups * workers * MULTIPLE):
+        flat = jnp.pad(flat, (0, padding))
     if groups == 1:
         return flat.reshape(workers, -1)
     return flat.reshape(groups, workers, -1).swapaxes(0, 1).reshape(workers, -1)

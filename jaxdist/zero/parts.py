@@ -169,23 +169,24 @@ def _apply_to_parts(deferred: Deferred, equation: Any, operands: list[Any]) -> S
 def _apply_elementwise(equation: Any, operands: Sequence[Any], comm: Comm) -> Part:
     shape = equation.outvars[0].aval.shape
     length = (-(-math.prod(shape) // (comm.size * MULTIPLE)) * MULTIPLE,)
-    mixed = equation.primitive.name in TAKES_NUMBERS and bool(shape)
+    # A primitive of arrays of one shape broadcasts a number when it is lowered; writing that out takes time to trace.
+    is_mixed = equation.primitive.name in TAKES_NUMBERS
     bind = partial(equation.primitive.bind, **equation.params)
 
     def operand_of(x: Any) -> Array:
         if is_part(x) and x.shape == shape:
             return x.value
         if isinstance(x, Uniform):
-            return jnp.broadcast_to(x.value, length)
+            return lax.broadcast(x.value, length) if is_mixed or not shape else jnp.asarray(x.value)
         x = x.whole(comm) if is_part(x) else jnp.asarray(x)
         if x.ndim == 0:
-            return x if mixed else jnp.broadcast_to(x, length)
+            return x if shape else lax.broadcast(x, length)
         # Dimensions of one entry are broadcast to longer ones.
         return shard_of(jnp.broadcast_to(x, shape), comm)
 
     # If all operands are known in full, so is the result: an operation that needs it later gathers nothing.
-    fulls = [x.full if is_part(x) else _as_array(x) for x in operands]
-    full = None if any(x is None for x in fulls) else bind(*fulls)
+    known = not any(is_part(x) and x.full is None for x in operands)
+    full = bind(*(x.full if is_part(x) else _as_array(x) for x in operands)) if known else None
     return Part(bind(*comm.varying([operand_of(x) for x in operands])), shape, full)
 
 

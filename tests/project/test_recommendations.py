@@ -28,7 +28,9 @@ PAGES = sorted(
 TABLE = REPOSITORY / "benchmarks/reports/2026-11-feedback/feedback.jsonl"
 COMMANDS = REPOSITORY / "benchmarks/reports/2026-11-starts/commands.jsonl"
 MEMORIES = ("error_feedback", "loco", "ef21")
-NAMES = {**vars(compressors), **vars(reducers), **vars(jd), "jd": jd, "jax": jax, "jnp": jnp}
+# Some names of the package are imported when they are asked for.
+TOP = {name: getattr(jd, name) for name in dir(jd)}
+NAMES = {**vars(compressors), **vars(reducers), **TOP, "jd": jd, "jax": jax, "jnp": jnp}
 # In a command, or after the method whose rounds it is used in.
 SPELLED = re.compile(r"(?<![\w:])(?:ef|loco|ef21):[\w:.,=+]*\w")
 CALLED = re.compile(rf"(?<!\w)(?:jd\.)?(?:reducers\.)?(?:{'|'.join(MEMORIES)})\(")
