@@ -13,7 +13,6 @@ from . import processes as processes
 from . import reducers as reducers
 from . import runtime as runtime
 from . import schedule as schedule
-from . import testing as testing
 from . import topology as topology
 from . import transforms as transforms
 from .compressors import qsgd as qsgd
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from . import optimizers as optimizers
     from . import overlap as overlap
     from . import recipes as recipes
+    from . import testing as testing
     from . import zero as zero
     from .decentralized import gossip as gossip
     from .local_sgd import local_steps as local_steps
@@ -74,6 +74,7 @@ else:
         "optimizers",
         "overlap",
         "recipes",
+        "testing",
         "zero",
     )
     _ROOM_OF = {"gossip": "decentralized", "local_steps": "local_sgd", "zero_redundancy": "zero"}

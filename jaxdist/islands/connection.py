@@ -112,7 +112,9 @@ class Lane:
             heapq.heappush(self._waiting, (not urgent, next(self._count), request))
             if not self._is_running:
                 self._is_running = True
-                threading.Thread(target=self._run, daemon=True).start()
+                # In dumps and profiles it has the name of the thread that asks.
+                asks = threading.current_thread().name
+                threading.Thread(target=self._run, name=asks, daemon=True).start()
 
     def _run(self) -> None:
         while True:
