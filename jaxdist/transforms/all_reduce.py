@@ -6,13 +6,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.reducer import Extras, Law, Reducer, check_reducer, contraction_of
-from ..state.marks import axis_tuple, bind, is_spec, name_leaf
+from ..state.marks import bind
+from ..state.parameter_specs import check_specs
 from .averaged import check_functions
 from .late_reduction import late_reduction
 from .local_gradients import (
@@ -23,7 +23,7 @@ from .local_gradients import (
     refuse_model_axes,
     with_gradients,
 )
-from .on_shards import axis_names, init_on_shards, reduce_on_shards
+from .on_shards import init_on_shards, reduce_on_shards
 from .weights import weight_of_leaves
 
 
@@ -112,30 +112,15 @@ def all_reduce(
         raise ValueError(
             f"delay must be 0 or 1, got {delay}; for all-reduces over several steps see asynchronous.rules.pipe_sgd"
         )
-    _check_specs(specs, axis)
+    check_specs(
+        specs,
+        axis,
+        caller="all_reduce(specs=)",
+        advice="over which all_reduce averages gradients that each of them has in full",
+    )
     method = _AllReduce(reducer, axis, specs, normalize_by)
     tx = optax.GradientTransformationExtraArgs(method.init, method.update)
     return late_reduction(tx, axis) if delay else tx
-
-
-def _check_specs(specs: PyTree | None, axis: AxisNames) -> None:
-    """Checks that `specs` are PartitionSpecs over other axes than that of the workers."""
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-        leaf = name_leaf("the parameter", path)
-        if not is_spec(spec):
-            advice = "its spec, sharding.spec" if hasattr(spec, "spec") else "a PartitionSpec"
-            raise ValueError(f"all_reduce(specs=) has {spec!r} for {leaf}: pass {advice}")
-        reduced = set(axis_tuple(axis))
-        if shared := [name for name in axis_names(spec) if name in reduced]:
-            parts = [part if isinstance(part, tuple) else (part,) for part in spec]
-            others = [tuple(name for name in part if name not in reduced) for part in parts]
-            rest = PartitionSpec(*((part[0] if len(part) == 1 else part or None) for part in others))
-            raise ValueError(
-                f"all_reduce(specs=) has {spec} for {leaf}, and axis {shared[0]!r} is that of the workers, over which "
-                f"all_reduce averages gradients that each of them has in full. specs tell how parameters are sharded "
-                f"over the other axes: {rest}. For parameters that are sharded over {shared[0]!r} itself use "
-                "zero.shard(params) with zero_redundancy in place of all_reduce"
-            )
 
 
 def _warn_of_bias(reducer: Reducer) -> None:

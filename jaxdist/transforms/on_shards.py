@@ -15,6 +15,7 @@ from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.reducer import Extras, Reducer
 from ..state.marks import PerWorker, axis_tuple, expand_specs, map_marked, with_value
+from ..state.parameter_specs import spec_axes
 
 FLATTENED = (
     "all_reduce(specs=) needs a reducer with separate state for each leaf; put error feedback around bucketed, not "
@@ -42,7 +43,7 @@ def _init_kind(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
     )
 
     def mark(leaf, spec):
-        return leaf if not axis_names(spec) else PerWorker(leaf, axis=axis_names(spec), resize="copy")
+        return leaf if not spec_axes(spec) else PerWorker(leaf, axis=spec_axes(spec), resize="copy")
 
     def mark_node(node, spec):
         return with_value(node, mark(node.value, spec)) if isinstance(node, PerWorker) else mark(node, spec)
@@ -59,7 +60,7 @@ def reduce_on_shards(
     """Runs `reducer.reduce` on each shard, separately for each kind of leaves; returns the mean and the new state."""
     kinds = _kinds(specs)
     specs = expand_specs(specs, updates)
-    names = {name for spec in jax.tree.leaves(specs) for name in axis_names(spec)}
+    names = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)}
     if len(kinds) == 1:
         return _reduce_kind(reducer, updates, state, specs, names, axis, extras)
     reduced = {}
@@ -72,7 +73,7 @@ def reduce_on_shards(
 
 
 def _kind(spec: PartitionSpec) -> str:
-    return "+".join(axis_names(spec)) or "replicated"
+    return "+".join(spec_axes(spec)) or "replicated"
 
 
 def _kinds(specs: PyTree) -> list[str]:
@@ -141,14 +142,9 @@ def _strip_marks(state: State, names: set[str]) -> State:
     return jax.tree.map(strip_node, state, is_leaf=lambda x: isinstance(x, PerWorker))
 
 
-def axis_names(spec: PartitionSpec) -> tuple[str, ...]:
-    """The names of mesh axes in a partition spec."""
-    return tuple(name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part))
-
-
 def _mesh_sizes(specs: PyTree) -> dict[str, int]:
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    missing = sorted({name for spec in jax.tree.leaves(specs) for name in axis_names(spec)} - set(sizes))
+    missing = sorted({name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} - set(sizes))
     if missing:
         raise ValueError(
             f"specs name the mesh axes {missing}, which are unknown here; make the state with "
@@ -160,7 +156,7 @@ def _mesh_sizes(specs: PyTree) -> dict[str, int]:
 def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> tuple[int, ...]:
     out = list(shape)
     for dimension, part in enumerate(spec):
-        parts = math.prod(sizes[name] for name in axis_names(PartitionSpec(part)))
+        parts = math.prod(sizes[name] for name in spec_axes(PartitionSpec(part)))
         if out[dimension] % parts:
             raise ValueError(
                 f"dimension {dimension} of shape {shape} does not divide into {parts} shards ({spec}): pad the "
