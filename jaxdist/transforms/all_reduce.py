@@ -14,6 +14,7 @@ from ..reducers.reducer import Extras, Law, Reducer, check_reducer, contraction_
 from ..state.marks import bind
 from ..state.parameter_specs import check_specs
 from .averaged import check_functions
+from .in_plain_jit import with_own_map
 from .late_reduction import late_reduction
 from .local_gradients import (
     check_leaves,
@@ -120,7 +121,7 @@ def all_reduce(
     )
     method = _AllReduce(reducer, axis, specs, normalize_by)
     tx = optax.GradientTransformationExtraArgs(method.init, method.update)
-    return late_reduction(tx, axis) if delay else tx
+    return with_own_map(late_reduction(tx, axis) if delay else tx, axis)
 
 
 def _warn_of_bias(reducer: Reducer) -> None:
