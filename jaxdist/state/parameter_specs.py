@@ -1,5 +1,6 @@
 """The user's own PartitionSpecs of parameters, over axes of the mesh other than that of the workers."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,6 +13,15 @@ from .marks import MarkedLeaf, axis_tuple, cutting_marks, flatten_marks, is_spec
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     """The names of mesh axes in a partition spec."""
     return tuple(name for part in spec for name in axis_tuple(part))
+
+
+def join_specs(first: Iterable[Any], second: Iterable[Any]) -> PartitionSpec:
+    """The spec of the dimensions of one spec, and then of those of another."""
+    parts = [*first, *second]
+    # As XLA writes those of its results: a step would be compiled again for a state with other words for the same.
+    while parts and parts[-1] is None:
+        del parts[-1]
+    return PartitionSpec(*parts)
 
 
 def check_specs(specs: PyTree, axis: AxisNames, *, caller: str, advice: str) -> None:

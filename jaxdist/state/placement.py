@@ -31,7 +31,7 @@ from .marks import (
     spec_entry,
     spec_of,
 )
-from .parameter_specs import spec_axes, specs_of_leaves
+from .parameter_specs import join_specs, spec_axes, specs_of_leaves
 
 
 def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
@@ -71,7 +71,7 @@ def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data", specs: PyTr
                 f"OnHost around a typed key {leaf.dtype}{list(leaf.shape)}: JAX loses the memory kind of keys on a "
                 "mesh. Keep the key on the device, or its words on the host, OnHost(jax.random.key_data(key))"
             )
-        spec = PartitionSpec(*spec_of(marks), *next(own))
+        spec = join_specs(spec_of(marks), next(own))
         spec = PartitionSpec() if is_auto and 0 in np.shape(leaf) else spec
         return NamedSharding(mesh, spec, memory_kind="pinned_host" if host else None)
 
@@ -264,7 +264,7 @@ def _keep_sharding(axis: AxisNames, marks: tuple[Any, ...], leaf: Array, wanted:
     ]
     sizes = zip(leaf.shape[added:], parts, strict=False)
     kept = [part if size % workers(wanted.mesh, part) == 0 else () for size, part in sizes]
-    return wanted.update(spec=PartitionSpec(*spec_of(marks), *(spec_entry(part) or None for part in kept)))
+    return wanted.update(spec=join_specs(spec_of(marks), [spec_entry(part) or None for part in kept]))
 
 
 def place_leaf(leaf: Array, sharding: jax.sharding.Sharding) -> Array:

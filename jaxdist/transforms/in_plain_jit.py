@@ -1,4 +1,4 @@
-"""Gradients of all workers under plain `jax.jit`, and the map that a transformation opens for them."""
+"""Gradients of all workers under plain `jax.jit`, typed `unreduced` or not, and the map that is opened for them."""
 
 import functools
 import math
@@ -11,11 +11,10 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from .._core.compat import shard_map
+from .._core.compat import cast_unreduced, shard_map, unreduced_axes
 from .._core.dtypes import widen
 from .._core.types import Array, AxisNames, PyTree, State, Updates
-from ..state.marks import PerWorker, axis_tuple, is_mark, spec_entry, view_of
-from ..state.parameter_specs import spec_axes
+from ..state.marks import PerWorker, axis_tuple, is_mark, name_leaf, spec_entry, view_of
 from .local_value_and_grad import local_value_and_grad
 
 PAGE = "docs/how-to/keep-your-shardings.md"
@@ -43,7 +42,8 @@ def per_worker_value_and_grad(
       micro_batches: the parts of each worker's rows, as for `local_value_and_grad`.
 
     Raises:
-      ValueError: there is no mesh with the axis; the axis is mapped already; a batch does not divide.
+      ValueError: there is no mesh with the axis; the axis is mapped already; a batch does not divide; a sharding
+        constraint in the loss names the axis.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -74,7 +74,15 @@ def per_worker_value_and_grad(
         mapped = jax.vmap(
             inner, in_axes=(None, 0, *[None] * len(rest)), spmd_axis_name=spec_entry(names) if is_auto else None
         )
-        out, gradients = mapped(params, rows, *rest)
+        try:
+            out, gradients = mapped(params, rows, *rest)
+        except Exception as error:  # on Explicit axes JAX's own class, which is no ValueError
+            if "spmd_axis_name" in str(error) or "duplicate entries" in str(error):
+                raise ValueError(
+                    f"a sharding constraint in the loss names axis {spec_entry(names)!r}, along which each worker has "
+                    f"a loss of its own: leave it out, P('fsdp') in place of P(({names[0]!r}, 'fsdp'))"
+                ) from error
+            raise
         gradients = jax.tree.map(functools.partial(_keep_apart, names, is_auto), gradients)
         return jax.tree.map(_merge, out), jax.tree.map(lambda g: PerWorker(g, axis=names), gradients)
 
@@ -105,7 +113,7 @@ def _split_rows(mesh: AbstractMesh, names: Sequence[str], count: int, path: Any,
             "its first dimension"
         )
     shape = (count, x.shape[0] // count, *x.shape[1:])
-    first, *others = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)[: x.ndim]
+    first, *others = (*jax.typeof(x).sharding.spec.partitions, *[None] * x.ndim)[: x.ndim]
     rest = tuple(name for name in axis_tuple(first) if name not in names)
     spec = PartitionSpec(spec_entry(tuple(names)), spec_entry(rest) or None, *others)
     if AxisType.Explicit in mesh.axis_types:
@@ -129,16 +137,22 @@ def _merge(x: Array) -> Array:
 
 
 def with_own_map(tx: optax.GradientTransformationExtraArgs, axis: AxisNames) -> optax.GradientTransformationExtraArgs:
-    """The transformation, which maps itself over the workers where it gets the gradients of all of them."""
+    """The transformation, which maps itself over the workers where it gets the gradients of all of them.
+
+    Gradients that JAX types as `unreduced`, those of parameters typed `reduced`, are taken as what they are: terms of a
+    sum over workers, inside a map and outside.
+    """
     names = axis_tuple(axis)
 
     def update_fn(
         updates: Updates, state: State, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Updates, State]:
         if not _is_outside(names):
+            updates = jax.tree.map(functools.partial(_own_gradient, names), updates)
             return tx.update(updates, state, params, **extra_args)
-        marked = [is_mark(x) for x in jax.tree.leaves(updates, is_leaf=is_mark)]
-        if not any(marked):
+        if any(is_unreduced(x, names) for x in jax.tree.leaves(updates)):
+            updates = jax.tree_util.tree_map_with_path(functools.partial(_split_sum, names), updates)
+        if not any(is_mark(x) for x in jax.tree.leaves(updates, is_leaf=is_mark)):
             raise ValueError(
                 f"the gradients are global arrays of a plain jit, over whose axis {spec_entry(names)!r} jax.grad has "
                 "summed them already: what is sent between workers is in the program before this transformation, and "
@@ -149,6 +163,43 @@ def with_own_map(tx: optax.GradientTransformationExtraArgs, axis: AxisNames) -> 
         return _map_update(tx, names, updates, state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)
+
+
+def is_unreduced(x: Any, names: Sequence[str]) -> bool:
+    """Returns whether the type of an array says that each worker has a term of it."""
+    return bool(names) and unreduced_axes(x).issuperset(names)
+
+
+def _own_gradient(names: Sequence[str], x: Array) -> Array:
+    """The gradient of one worker: `W` times its term, as the sum of terms is the mean of gradients."""
+    return _scale(cast_unreduced(x, names), names) if is_unreduced(x, names) else x
+
+
+def _scale(x: Array, names: Sequence[str]) -> Array:
+    # A loss over all examples has terms `1/W` as large as a worker's own mean.
+    return (widen(x) * math.prod(lax.axis_size(name) for name in names)).astype(x.dtype)
+
+
+def _split_sum(names: tuple[str, ...], path: Any, x: Any) -> PerWorker:
+    """`[*s] -> PerWorker([W, *s])`: the gradient of each worker, from a sum that was not taken."""
+    if is_mark(x) or not is_unreduced(x, names):
+        raise ValueError(
+            f"{name_leaf('the gradient', path)} is not typed unreduced over axis {spec_entry(names)!r}, as others are: "
+            "jax.grad has summed it already. Keep it out of this transformation with optax.partition, or type its "
+            f"parameter as reduced too, jax.reshard(x, P(reduced={set(names)})); see {PAGE}"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = jax.typeof(x).sharding.spec.partitions
+    split = shard_map(
+        lambda term: _scale(cast_unreduced(term, names), names)[None],
+        mesh=None,
+        in_specs=PartitionSpec(*parts, unreduced=set(names)),
+        out_specs=PartitionSpec(spec_entry(names), *parts),
+        # All of them: 0.10 has no unreduced operands of a map over some.
+        axis_names=set(mesh.axis_names),
+        check_vma=True,
+    )
+    return PerWorker(split(x), axis=names)
 
 
 def _is_outside(names: Sequence[str]) -> bool:
@@ -174,8 +225,8 @@ def _map_update(
 ) -> tuple[Updates, State]:
     if weights := {"examples", "active"} & {name for name, x in extra_args.items() if x is not None}:
         raise ValueError(
-            f"{min(weights)}= is the number of one worker, and under plain jit there are those of all: weigh the loss, or "
-            "run the step with distribute"
+            f"{min(weights)}= is the number of one worker, and under plain jit there are those of all: weigh the loss, "
+            "or run the step with distribute"
         )
     view = view_of(state, names)
     specs = jax.tree.structure(state).unflatten(view.specs)

@@ -109,5 +109,5 @@ def test_specs_of_no_array_or_of_the_workers_are_refused():
         ValueError, match=r"specs has .* for the parameter \['w'\], and axis 'dcn' is that of the workers"
     ):
         jd.init_state(make_state, make_mesh(), axis="dcn", specs={"w": P("dcn", "fsdp")})
-    with pytest.raises(ValueError, match="pass its spec, sharding.spec"):
+    with pytest.raises(ValueError, match=r"pass its spec, sharding\.spec"):
         jd.init_state(make_state, make_mesh(), axis="dcn", specs={"w": jax.NamedSharding(make_mesh(), P())})
