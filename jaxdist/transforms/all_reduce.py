@@ -3,7 +3,6 @@
 import warnings
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
