@@ -1,4 +1,4 @@
-"""The user's own PartitionSpecs of parameters, over axes of the mesh other than that of the workers."""
+"""The user's own PartitionSpecs of parameters."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .._core.types import AxisNames, PyTree, State
+from .._core.types import PyTree, State
 from .marks import MarkedLeaf, axis_tuple, cutting_marks, flatten_marks, is_spec, name_leaf
 
 
@@ -24,25 +24,21 @@ def join_specs(first: Iterable[Any], second: Iterable[Any]) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-def check_specs(specs: PyTree, axis: AxisNames, *, caller: str, advice: str) -> None:
-    """Checks that `specs` are PartitionSpecs over other axes than that of the workers."""
-    reduced = set(axis_tuple(axis))
+def check_specs(specs: PyTree, *, caller: str) -> None:
+    """Checks that `specs` are PartitionSpecs."""
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-        leaf = name_leaf("the parameter", path)
         if not is_spec(spec):
             cure = "its spec, sharding.spec" if hasattr(spec, "spec") else "a PartitionSpec"
-            raise ValueError(f"{caller} has {spec!r} for {leaf}: pass {cure}")
-        if shared := [name for name in spec_axes(spec) if name in reduced]:
-            others = [tuple(name for name in axis_tuple(part) if name not in reduced) for part in spec]
-            rest = PartitionSpec(*((part[0] if len(part) == 1 else part or None) for part in others))
-            raise ValueError(
-                f"{caller} has {spec} for {leaf}, and axis {shared[0]!r} is that of the workers, {advice}. specs tell "
-                f"how parameters are sharded over the other axes: {rest}. For parameters that are sharded over "
-                f"{shared[0]!r} itself use zero.shard(params) with zero_redundancy in place of all_reduce"
-            )
+            raise ValueError(f"{caller} has {spec!r} for {name_leaf('the parameter', path)}: pass {cure}")
 
 
-def specs_of_leaves(state: State, axis: AxisNames, specs: PyTree | None) -> list[PartitionSpec]:
+def without_axes(spec: PartitionSpec, names: Iterable[str]) -> PartitionSpec:
+    """The spec over all other axes."""
+    left = [tuple(name for name in axis_tuple(part) if name not in set(names)) for part in spec]
+    return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in left))
+
+
+def specs_of_leaves(state: State, specs: PyTree | None) -> list[PartitionSpec]:
     """For each leaf of a state with bound marks, the spec of the dimensions that no mark added.
 
     It is that of the parameter in whose path the leaf's path ends and whose shape it has, or `P()`.
@@ -50,7 +46,7 @@ def specs_of_leaves(state: State, axis: AxisNames, specs: PyTree | None) -> list
     leaves = flatten_marks(state)
     if specs is None:
         return [PartitionSpec()] * len(leaves)
-    check_specs(specs, axis, caller="specs", advice="each of which has all of what is not marked")
+    check_specs(specs, caller="specs")
     given = {tuple(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)}
     found = [_parameter_of(leaf, given) for leaf in leaves]
     sizes = [leaf.value.shape[len(cutting_marks(leaf.marks)) :] for leaf in leaves]

@@ -50,15 +50,15 @@ def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data", specs: PyTr
     """The tree of `NamedSharding`s of a state; leaves inside `OnHost` get memory kind `pinned_host`.
 
     Args:
-      specs: a tree of `PartitionSpec` like the parameters, over axes other than `axis`. An array of the state has the
-        spec of a parameter if its path ends in that of the parameter and it has its shape: the parameter itself,
-        moments, masters, and copies of workers. All other arrays are replicated over these axes.
+      specs: a tree of `PartitionSpec` like the parameters, over axes other than `axis`, except under plain `jit`.
+        An array of the state has the spec of a parameter if its path ends in that of the parameter and it has its
+        shape: the parameter itself, moments, masters, and copies of workers. All others are replicated over these axes.
 
     Raises:
-      ValueError: a typed key is inside `OnHost`; `specs` name the axis of the workers, or belong to no array.
+      ValueError: a typed key is inside `OnHost`; `specs` belong to no array.
     """
     state = bind(state, axis)
-    own = iter(specs_of_leaves(state, axis, specs))
+    own = iter(specs_of_leaves(state, specs))
     # Without types that say otherwise, XLA replicates the empty arrays that a step returns: a step whose first state
     # has them sharded would be compiled again.
     is_auto = AxisType.Explicit not in mesh.axis_types
@@ -137,7 +137,7 @@ def init_state(
 
     Raises:
       ValueError: the mesh lacks the axis; an nnx module has a shared Variable, which would become two, or stores random
-        streams; an `nnx.Optimizer` has lost its marks; `specs` name the axis of the workers, or belong to no array.
+        streams; an `nnx.Optimizer` has lost its marks; `specs` belong to no array.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd

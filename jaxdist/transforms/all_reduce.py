@@ -3,15 +3,16 @@
 import warnings
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..comm.over import over
-from ..reducers.reducer import Extras, Law, Reducer, check_reducer, contraction_of
-from ..state.marks import bind
-from ..state.parameter_specs import check_specs
+from ..reducers.reducer import Extras, Law, Reducer, check_reducer, contraction_of, shards_of
+from ..state.marks import axis_tuple, bind, is_spec
+from ..state.parameter_specs import check_specs, spec_axes, without_axes
 from .averaged import check_functions
 from .in_plain_jit import with_own_map
 from .late_reduction import late_reduction
@@ -24,6 +25,7 @@ from .local_gradients import (
     with_gradients,
 )
 from .on_shards import init_on_shards, reduce_on_shards
+from .reduce_scatter import ADVICE, scattered_dimensions
 from .weights import weight_of_leaves
 
 
@@ -64,7 +66,7 @@ def all_reduce(
       reducer: computes the mean.
       axis: the mesh axis of the workers, or several, slow links first; `None`: a single worker.
       specs: a tree of `PartitionSpec` like the parameters, for axes that the compiler shards (tensor parallelism);
-        make the state by `init_state`.
+        make the state by `init_state`. If they name `axis` (FSDP), under plain `jit`, gradients are reduce-scattered.
       normalize_by: the divisor of the mean with `examples`. `"active"`: their number, `Σ n_w g_w / Σ n_w`. `"workers"`:
         the number of workers, `Σ_{n_w > 0} g_w / W`, so steps get smaller as workers finish (PyTorch's default).
       delay: 1 hides the reduction, for the memory of a gradient and a lower learning rate.
@@ -75,9 +77,10 @@ def all_reduce(
       out, the update is zero and the state stays.
 
     Raises:
-      ValueError: `normalize_by` or `delay` is unknown; `specs` name the axis of the workers. At trace time, a leaf is
-        not floating, not varying over the axis, not of its parameter's shape, or `Sharded`; the axis is not bound; the
-        reducer would gather further axes of the mesh.
+      ValueError: `normalize_by` or `delay` is unknown; `specs` name the axis of the workers beside another one in a
+        dimension, or the reducer cannot scatter. At trace time, `specs` name it inside a map; a leaf is not floating,
+        not varying over the axis, not of its parameter's shape, or `Sharded`; the axis is not bound; the reducer would
+        gather further axes of the mesh.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -112,15 +115,21 @@ def all_reduce(
         raise ValueError(
             f"delay must be 0 or 1, got {delay}; for all-reduces over several steps see asynchronous.rules.pipe_sgd"
         )
-    check_specs(
-        specs,
-        axis,
-        caller="all_reduce(specs=)",
-        advice="over which all_reduce averages gradients that each of them has in full",
-    )
+    check_specs(specs, caller="all_reduce(specs=)")
+    scattered = _scattered_specs(reducer, specs, axis)
     method = _AllReduce(reducer, axis, specs, normalize_by)
     tx = optax.GradientTransformationExtraArgs(method.init, method.update)
-    return with_own_map(late_reduction(tx, axis) if delay else tx, axis)
+    return with_own_map(late_reduction(tx, axis) if delay else tx, axis, scattered)
+
+
+def _scattered_specs(reducer: Reducer, specs: PyTree | None, axis: AxisNames) -> PyTree | None:
+    """The specs of the mean over the workers' own axis, along which it is scattered; `None` if it is whole."""
+    names = axis_tuple(axis)
+    if specs is None or max(jax.tree.leaves(scattered_dimensions(specs, names)), default=-1) < 0:
+        return None
+    # Refuses a reducer that has no such form.
+    shards_of(reducer, advice=ADVICE)
+    return jax.tree.map(lambda spec: without_axes(spec, set(spec_axes(spec)) - set(names)), specs, is_leaf=is_spec)
 
 
 def _warn_of_bias(reducer: Reducer) -> None:
@@ -146,7 +155,7 @@ class _AllReduce(NamedTuple):
         reducer, specs = self.reducer, self.specs
         params = with_gradients(params)
         check_leaves(params)
-        state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs)
+        state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs, self.axis)
         return AllReduceState(bind(state, self.axis), jnp.zeros((), jnp.int32))
 
     def update(

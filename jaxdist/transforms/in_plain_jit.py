@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from .._core.compat import cast_unreduced, shard_map, unreduced_axes
 from .._core.dtypes import widen
 from .._core.types import Array, AxisNames, PyTree, State, Updates
-from ..state.marks import PerWorker, axis_tuple, is_mark, name_leaf, spec_entry, view_of
+from ..state.marks import PerWorker, axis_tuple, expand_specs, is_mark, is_spec, name_leaf, spec_entry, view_of
+from ..state.parameter_specs import spec_axes, without_axes
 from .local_value_and_grad import local_value_and_grad
 
 PAGE = "docs/how-to/keep-your-shardings.md"
@@ -74,6 +75,8 @@ def per_worker_value_and_grad(
         mapped = jax.vmap(
             inner, in_axes=(None, 0, *[None] * len(rest)), spmd_axis_name=spec_entry(names) if is_auto else None
         )
+        # JAX refuses to map over an axis that shards what is not mapped, on Explicit axes.
+        params = params if is_auto else jax.tree.map(functools.partial(_gather, names), params)
         try:
             out, gradients = mapped(params, rows, *rest)
         except Exception as error:  # on Explicit axes JAX's own class, which is no ValueError
@@ -123,6 +126,11 @@ def _split_rows(mesh: AbstractMesh, names: Sequence[str], count: int, path: Any,
     return lax.with_sharding_constraint(x.reshape(shape), PartitionSpec(spec_entry(tuple(names)), *[free] * x.ndim))
 
 
+def _gather(names: Sequence[str], x: Array) -> Array:
+    spec = PartitionSpec(*jax.typeof(x).sharding.spec.partitions)
+    return jax.reshard(x, without_axes(spec, names)) if set(spec_axes(spec)) & set(names) else x
+
+
 def _keep_apart(names: Sequence[str], is_auto: bool, gradient: Array) -> Array:
     if not is_auto:
         return gradient
@@ -136,11 +144,14 @@ def _merge(x: Array) -> Array:
     return widen(x).mean(0).astype(x.dtype)
 
 
-def with_own_map(tx: optax.GradientTransformationExtraArgs, axis: AxisNames) -> optax.GradientTransformationExtraArgs:
+def with_own_map(
+    tx: optax.GradientTransformationExtraArgs, axis: AxisNames, scattered: PyTree | None = None
+) -> optax.GradientTransformationExtraArgs:
     """The transformation, which maps itself over the workers where it gets the gradients of all of them.
 
     Gradients that JAX types as `unreduced`, those of parameters typed `reduced`, are taken as what they are: terms of a
-    sum over workers, inside a map and outside.
+    sum over workers, inside a map and outside. `scattered` are the specs over this axis of updates that are scattered
+    over it, where some are.
     """
     names = axis_tuple(axis)
 
@@ -148,6 +159,13 @@ def with_own_map(tx: optax.GradientTransformationExtraArgs, axis: AxisNames) -> 
         updates: Updates, state: State, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Updates, State]:
         if not _is_outside(names):
+            if scattered is not None:
+                raise ValueError(
+                    f"all_reduce(specs=) names axis {spec_entry(names)!r} of the workers, over which parameters are "
+                    f"sharded in a plain jit alone, and {_name_first(scattered)}: inside a map each worker has all of "
+                    "them. Leave this axis out of the specs there, or use zero.shard(params) with zero_redundancy in "
+                    "place of all_reduce"
+                )
             updates = jax.tree.map(functools.partial(_own_gradient, names), updates)
             return tx.update(updates, state, params, **extra_args)
         if any(is_unreduced(x, names) for x in jax.tree.leaves(updates)):
@@ -160,7 +178,7 @@ def with_own_map(tx: optax.GradientTransformationExtraArgs, axis: AxisNames) -> 
                 f"transforms.per_worker_value_and_grad(loss, axis={spec_entry(names)!r}), or run the step with "
                 f"distribute(step, mesh, axis={spec_entry(names)!r}); see {PAGE}"
             )
-        return _map_update(tx, names, updates, state, params, extra_args)
+        return _map_update(tx, names, scattered, updates, state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
@@ -218,6 +236,7 @@ def _is_outside(names: Sequence[str]) -> bool:
 def _map_update(
     tx: optax.GradientTransformationExtraArgs,
     names: tuple[str, ...],
+    scattered: PyTree | None,
     updates: Updates,
     state: State,
     params: PyTree | None,
@@ -244,11 +263,17 @@ def _map_update(
         update_one,
         mesh=None,
         in_specs=(over_workers, specs, PartitionSpec(), PartitionSpec()),
-        out_specs=(PartitionSpec(), specs),
+        out_specs=(PartitionSpec() if scattered is None else expand_specs(scattered, local), specs),
         axis_names=set(names),
         check_vma=True,
     )
-    return mapped(local, state, params, extra_args)
+    # Of scattered parameters a map would gather the others' parts, and `all_reduce` needs none.
+    return mapped(local, state, params if scattered is None else None, extra_args)
+
+
+def _name_first(scattered: PyTree) -> str:
+    found = jax.tree_util.tree_leaves_with_path(scattered, is_leaf=is_spec)
+    return next(f"{name_leaf('the parameter', path)} has {spec}" for path, spec in found if spec_axes(spec))
 
 
 def _open(gradient: Any) -> Array:

@@ -15,7 +15,9 @@ from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.reducer import Extras, Reducer
 from ..state.marks import PerWorker, axis_tuple, expand_specs, map_marked, with_value
-from ..state.parameter_specs import spec_axes
+from ..state.parameter_specs import spec_axes, without_axes
+from .local_gradients import refuse_model_axes
+from .reduce_scatter import scattered_dimensions, scattering
 
 FLATTENED = (
     "all_reduce(specs=) needs a reducer with separate state for each leaf; put error feedback around bucketed, not "
@@ -23,21 +25,24 @@ FLATTENED = (
 )
 
 
-def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
+def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree, axis: AxisNames) -> State:
     """Returns the reducer's state for one shard of each leaf, one for each kind of leaves if there are several."""
     kinds = _kinds(specs)
     # A placeholder for the parameters, from optax.tree.map_params.
     if jax.tree.leaves(params):
         specs = expand_specs(specs, params)
-        states = {kind: _init_kind(reducer, *_select(kind, specs, params, specs)) for kind in kinds}
+        states = {kind: _init_kind(reducer, *_select(kind, specs, params, specs), axis) for kind in kinds}
     else:
         states = {kind: reducer.init(params) for kind in kinds}
     return states if len(kinds) > 1 else states[kinds[0]]
 
 
-def _init_kind(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
+def _init_kind(reducer: Reducer, params: PyTree, specs: PyTree, axis: AxisNames) -> State:
     """Returns the reducer's state for leaves of one kind; state that differs between shards is `PerWorker`."""
     sizes = _mesh_sizes(specs)
+    # Refuses what does not divide, over the workers' own axis too.
+    jax.tree.map(lambda leaf, spec: _shard_shape(leaf.shape, spec, sizes), params, specs)
+    reducer, specs = _over_others(reducer, specs, axis, sizes)
     local = jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(_shard_shape(leaf.shape, spec, sizes), leaf.dtype), params, specs
     )
@@ -60,7 +65,7 @@ def reduce_on_shards(
     """Runs `reducer.reduce` on each shard, separately for each kind of leaves; returns the mean and the new state."""
     kinds = _kinds(specs)
     specs = expand_specs(specs, updates)
-    names = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)}
+    names = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} - set(axis_tuple(axis))
     if len(kinds) == 1:
         return _reduce_kind(reducer, updates, state, specs, names, axis, extras)
     reduced = {}
@@ -70,6 +75,19 @@ def reduce_on_shards(
     means = [mean for mean, _ in reduced.values()]
     mean = jax.tree.map(lambda spec, *parts: parts[kinds.index(_kind(spec))], specs, *means)
     return mean, {kind: new for kind, (_, new) in reduced.items()}
+
+
+def _over_others(reducer: Reducer, specs: PyTree, axis: AxisNames, sizes: dict[str, int]) -> tuple[Reducer, PyTree]:
+    """The specs over the other axes than the workers'; where these shard the leaves, a reducer that scatters the mean.
+
+    The leaves are of one kind: all of them are sharded over the workers, or none.
+    """
+    names = axis_tuple(axis)
+    if not any(set(spec_axes(spec)) & set(names) for spec in jax.tree.leaves(specs)):
+        return reducer, specs
+    workers = math.prod(sizes[name] for name in names)
+    scatters = scattering(reducer, scattered_dimensions(specs, names), workers)
+    return scatters, jax.tree.map(lambda spec: without_axes(spec, names), specs)
 
 
 def _kind(spec: PartitionSpec) -> str:
@@ -96,6 +114,12 @@ def _reduce_kind(
     axis: AxisNames,
     extras: Extras,
 ) -> tuple[Updates, State]:
+    reducer, specs = _over_others(reducer, specs, axis, dict(jax.sharding.get_abstract_mesh().shape))
+    if not names:
+        refuse_model_axes("this reducer", "name them in all_reduce(specs=)")
+        reduced, state = reducer.reduce(updates, state, over(axis), extras)
+        return reduced.mean, state
+
     # The leading dimension of a leaf counts shards where a mark says so.
     state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in _shard_marks(names, marks))), state)
 
