@@ -51,7 +51,7 @@ def specs_of_leaves(state: State, specs: PyTree | None) -> list[PartitionSpec]:
     found = [_parameter_of(leaf, given) for leaf in leaves]
     sizes = [leaf.value.shape[len(cutting_marks(leaf.marks)) :] for leaf in leaves]
     # The parameter itself has the shortest path. Factored moments, and what reducers keep, have other shapes.
-    shapes = {}
+    shapes: dict[Any, Any] = {}
     for i in sorted(range(len(leaves)), key=lambda i: len(leaves[i].path)):
         shapes.setdefault(found[i], sizes[i])
     for path, spec in given.items():
@@ -62,10 +62,11 @@ def specs_of_leaves(state: State, specs: PyTree | None) -> list[PartitionSpec]:
             )
 
     def spec_of_leaf(leaf: MarkedLeaf, path: Any, size: tuple[int, ...]) -> PartitionSpec:
+        if path is None or size != shapes[path]:
+            return PartitionSpec()
         # What a reducer keeps of single shards is cut by its own marks.
         taken = {name for mark in cutting_marks(leaf.marks) for name in axis_tuple(mark.axis)}
-        fits = path is not None and size == shapes[path] and not taken & set(spec_axes(given[path]))
-        return given[path] if fits else PartitionSpec()
+        return PartitionSpec() if taken & set(spec_axes(given[path])) else given[path]
 
     return [spec_of_leaf(*parts) for parts in zip(leaves, found, sizes, strict=True)]
 

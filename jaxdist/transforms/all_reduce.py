@@ -10,7 +10,7 @@ import optax
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..comm.over import over
-from ..reducers.reducer import Extras, Law, Reducer, check_reducer, contraction_of, shards_of
+from ..reducers.reducer import Extras, Law, Reducer, check_reducer, contraction_of
 from ..state.marks import axis_tuple, bind, is_spec
 from ..state.parameter_specs import check_specs, spec_axes, without_axes
 from .averaged import check_functions
@@ -25,7 +25,7 @@ from .local_gradients import (
     with_gradients,
 )
 from .on_shards import init_on_shards, reduce_on_shards
-from .reduce_scatter import ADVICE, scattered_dimensions
+from .reduce_scatter import check_scattering, scattered_dimensions
 from .weights import weight_of_leaves
 
 
@@ -125,10 +125,9 @@ def all_reduce(
 def _scattered_specs(reducer: Reducer, specs: PyTree | None, axis: AxisNames) -> PyTree | None:
     """The specs of the mean over the workers' own axis, along which it is scattered; `None` if it is whole."""
     names = axis_tuple(axis)
-    if specs is None or max(jax.tree.leaves(scattered_dimensions(specs, names)), default=-1) < 0:
+    if specs is None or not check_scattering(reducer, specs, names):
         return None
-    # Refuses a reducer that has no such form.
-    shards_of(reducer, advice=ADVICE)
+    scattered_dimensions(specs, names)
     return jax.tree.map(lambda spec: without_axes(spec, set(spec_axes(spec)) - set(names)), specs, is_leaf=is_spec)
 
 

@@ -211,7 +211,7 @@ def _split_sum(names: tuple[str, ...], path: Any, x: Any) -> PerWorker:
     split = shard_map(
         lambda term: _scale(cast_unreduced(term, names), names)[None],
         mesh=None,
-        in_specs=PartitionSpec(*parts, unreduced=set(names)),
+        in_specs=PartitionSpec(*parts, unreduced=frozenset(names)),
         out_specs=PartitionSpec(spec_entry(names), *parts),
         # All of them: 0.10 has no unreduced operands of a map over some.
         axis_names=set(mesh.axis_names),

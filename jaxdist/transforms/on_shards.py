@@ -13,7 +13,7 @@ from .._core.compat import shard_map, varying_axes
 from .._core.trees import select_leaves
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.over import over
-from ..reducers.reducer import Extras, Reducer
+from ..reducers.reducer import Extras, Reducer, shards_of
 from ..state.marks import PerWorker, axis_tuple, expand_specs, map_marked, with_value
 from ..state.parameter_specs import spec_axes, without_axes
 from .local_gradients import refuse_model_axes
@@ -31,9 +31,12 @@ def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree, axis: AxisNa
     # A placeholder for the parameters, from optax.tree.map_params.
     if jax.tree.leaves(params):
         specs = expand_specs(specs, params)
-        states = {kind: _init_kind(reducer, *_select(kind, specs, params, specs), axis) for kind in kinds}
+        chosen = {kind: _select(kind, specs, params, specs) for kind in kinds}
+        states = {kind: _init_kind(reducer, own, own_specs, axis) for kind, (own, own_specs) in chosen.items()}
     else:
-        states = {kind: reducer.init(params) for kind in kinds}
+        # In the form that reduces the leaves of each kind.
+        scatters = {kind: set(kind.split("+")) & set(axis_tuple(axis)) for kind in kinds}
+        states = {kind: (shards_of(reducer) if scatters[kind] else reducer).init(params) for kind in kinds}
     return states if len(kinds) > 1 else states[kinds[0]]
 
 

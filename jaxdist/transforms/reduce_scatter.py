@@ -12,9 +12,8 @@ from ..comm.base import Comm
 from ..reducers.reducer import Extras, Reduced, Reducer, shards_of
 from ..reducers.trees import is_map_params_placeholder
 from ..state.marks import axis_tuple, is_spec, name_leaf, spec_entry
+from ..state.parameter_specs import spec_axes, without_axes
 from ..wire.buffers import MULTIPLE
-
-ADVICE = "leave the axis of the workers out of all_reduce(specs=)"
 
 
 def scattered_dimensions(specs: PyTree, names: Sequence[str]) -> PyTree:
@@ -37,9 +36,23 @@ def scattered_dimensions(specs: PyTree, names: Sequence[str]) -> PyTree:
     return jax.tree_util.tree_map_with_path(find, specs, is_leaf=is_spec)
 
 
+def check_scattering(reducer: Reducer, specs: PyTree, names: Sequence[str]) -> bool:
+    """Returns whether any spec names the workers' axis, which the reducer must support then."""
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        if set(spec_axes(spec)) & set(names):
+            advice = (
+                f"leave axis {spec_entry(tuple(names))!r} of the workers, over which specs scatter the mean, out of "
+                f"all_reduce(specs=): {without_axes(spec, names)} for {name_leaf('the parameter', path)} in place of "
+                f"{spec}"
+            )
+            shards_of(reducer, advice=advice)
+            return True
+    return False
+
+
 def scattering(reducer: Reducer, dimensions: PyTree, workers: int) -> Reducer:
     """A reducer of leaves `[*s]` whose mean has this worker's part of the dimension of each leaf."""
-    method = _Scattering(shards_of(reducer, advice=ADVICE), dimensions, workers)
+    method = _Scattering(shards_of(reducer), dimensions, workers)
     return Reducer(method.init, method.reduce, method.form.law, description=reducer.description)
 
 

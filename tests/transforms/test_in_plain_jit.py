@@ -150,6 +150,32 @@ def test_shardings_stay(kind):
 
 
 @pytest.mark.slow
+@KINDS
+def test_local_steps_between_slices_keep_the_shardings_inside(kind):
+    """In `distribute`, since the slices have parameters of their own."""
+    mesh = make_mesh(kind)
+    tx = jd.diloco(optax.adam(1e-2), sync_period=2, axis="dcn")
+
+    def train_step(state, batch):
+        loss, grads = jd.local_value_and_grad(exact_loss, axis="dcn")(state["params"], batch)
+        updates, opt_state = tx.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt_state}, jax.lax.pmean(loss, "dcn")
+
+    def build():
+        return {"params": jd.PerWorker(make_params()), "opt": tx.init(make_params())}
+
+    step = jd.distribute(train_step, mesh, axis="dcn")
+    with jax.set_mesh(mesh):
+        state = jd.init_state(build, mesh, axis="dcn", specs=SPECS)
+        # A device sends its quarter of the drift in a round, and 4 bytes of each loss.
+        assert between_slices(step.lower(state, batch(mesh)).compile(), mesh) == 4 * ((PARAMETERS - 16) / 4 + 16) + 4
+        state, _ = step(state, batch(mesh))
+    up = state["params"].value["layers"]["up"]
+    assert up.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("dcn", None, "fsdp", "model")), up.ndim)
+
+
+@pytest.mark.slow
 def test_delay_and_micro_batches():
     mesh = make_mesh()
     tx = make_tx(jd.exact(), delay=1)

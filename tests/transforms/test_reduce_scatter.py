@@ -12,7 +12,8 @@ from problems import assert_close
 import jaxdist as jd
 from jaxdist import analysis
 
-KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+EXPLICIT = pytest.param(AxisType.Explicit, id="explicit", marks=pytest.mark.slow)
+KINDS = pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, id="auto"), EXPLICIT])
 SPECS = {"up": P("fsdp", "model"), "down": P("model", "fsdp"), "norm": P()}
 
 
@@ -109,12 +110,22 @@ def test_feedback_has_a_residual_for_each_worker_and_shard():
     assert residual.value["up"].value.shape[:2] == (4, 2)
 
 
+def test_states_map_over_parameters():
+    """`optax.tree.map_params` makes the state of a placeholder, which must have the same tree."""
+    for reducer in (jd.exact(), jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign()))):
+        tx = optax.chain(jd.all_reduce(reducer, axis="fsdp", specs=SPECS), optax.adam(1e-2))
+        with jax.set_mesh(make_mesh()):
+            state = jax.eval_shape(lambda tx=tx: tx.init(make_params()))
+        same = optax.tree.map_params(tx, lambda x: x, state)
+        assert jax.tree.structure(same) == jax.tree.structure(state)
+
+
 def test_what_cannot_be_scattered_is_refused():
     with pytest.raises(
         ValueError, match=r"for the parameter \['w'\]: axis 'fsdp' of the workers must shard a dimension by"
     ):
         jd.all_reduce(jd.exact(), axis="fsdp", specs={"w": P(("fsdp", "model"))})
-    with pytest.raises(ValueError, match=r"no reduce-scatter form.*leave the axis of the workers out"):
+    with pytest.raises(ValueError, match=r"no reduce-scatter form.*leave axis 'fsdp' of the work.*\['down'\] in place"):
         jd.all_reduce(jd.power_sgd(4), axis="fsdp", specs=SPECS)
     mesh, tx = make_mesh(), jd.all_reduce(jd.exact(), axis="fsdp", specs=SPECS)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"shape \(6, 64\) does not divide into 4 shards"):
