@@ -154,7 +154,7 @@ def test_shardings_stay(kind):
 def test_local_steps_between_slices_keep_the_shardings_inside(kind):
     """In `distribute`, since the slices have parameters of their own."""
     mesh = make_mesh(kind)
-    tx = jd.diloco(optax.adam(1e-2), sync_period=2, axis="dcn")
+    tx = jd.local_sgd.diloco(optax.adam(1e-2), sync_period=2, axis="dcn")
 
     def train_step(state, batch):
         loss, grads = jd.local_value_and_grad(exact_loss, axis="dcn")(state["params"], batch)
