@@ -50,6 +50,12 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
+def unreduced_axes(x: Array) -> frozenset[str]:
+    """The mesh axes over which the type of `x` says that it is a sum that was not taken: each worker has a term."""
+    typed = jax.typeof(x)
+    return frozenset(typed.manual_axis_type.unreduced) | frozenset(typed.sharding.spec.unreduced)
+
+
 def types_are_checked(axes: tuple[str, ...]) -> bool:
     """Returns whether this is a `shard_map` over the axes that checks types: values have none otherwise."""
     # The index of a worker differs by definition: with `check_vma=False` even it has no type.
@@ -83,8 +89,14 @@ def assume_replicated(x: Array, names: Iterable[str]) -> Array:
 
 def _replicated_type(x: Any, *, names: tuple[str, ...]) -> Any:
     old = x.manual_axis_type
-    new = type(old)(varying=old.varying - set(names), unreduced=old.unreduced, reduced=old.reduced)
-    return x.update(manual_axis_type=new)
+    return _retype(x, old.varying - set(names), old.unreduced)
+
+
+def _retype(x: Any, varying: frozenset[str], unreduced: frozenset[str]) -> Any:
+    old = x.manual_axis_type
+    # Since 0.12 a sum or another reduction.
+    kind = {"unreduced_kind": old.unreduced_kind} if unreduced and hasattr(old, "unreduced_kind") else {}
+    return x.update(manual_axis_type=type(old)(varying=varying, unreduced=unreduced, reduced=old.reduced, **kind))
 
 
 _assume_replicated_p = core.Primitive("assume_replicated")
@@ -94,6 +106,23 @@ mlir.register_lowering(_assume_replicated_p, lambda context, x, *, names: [x])
 batching.defvectorized(_assume_replicated_p)
 # As with a sum over workers, each of them receives the gradient of the one value.
 ad.deflinear2(_assume_replicated_p, lambda cotangent, x, *, names: [cast_varying(cotangent, names)])
+
+
+def cast_unreduced(x: Array, names: Iterable[str]) -> Array:
+    """Types a sum that was not taken as each worker's own term, inside `shard_map`. JAX has casts to its sum only."""
+    return _cast_unreduced_p.bind(x, names=tuple(sorted(names)))
+
+
+def _type_of_term(x: Any, *, names: tuple[str, ...]) -> Any:
+    old = x.manual_axis_type
+    return _retype(x, old.varying | set(names), old.unreduced - set(names))
+
+
+_cast_unreduced_p = core.Primitive("cast_unreduced")
+_cast_unreduced_p.def_impl(lambda x, *, names: x)
+_cast_unreduced_p.def_abstract_eval(_type_of_term)
+mlir.register_lowering(_cast_unreduced_p, lambda context, x, *, names: [x])
+batching.defvectorized(_cast_unreduced_p)
 
 
 def with_weak_types(new: PyTree, old: PyTree) -> PyTree:

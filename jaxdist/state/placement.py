@@ -28,8 +28,10 @@ from .marks import (
     is_mark,
     map_marked,
     merging_rules,
+    spec_entry,
     spec_of,
 )
+from .parameter_specs import join_specs, spec_axes, specs_of_leaves
 
 
 def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
@@ -44,12 +46,19 @@ def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
     return map_marked(lambda marks, _: spec_of(marks), bind(state, axis))
 
 
-def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
+def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data", specs: PyTree | None = None) -> PyTree:
     """The tree of `NamedSharding`s of a state; leaves inside `OnHost` get memory kind `pinned_host`.
 
+    Args:
+      specs: a tree of `PartitionSpec` like the parameters, over axes other than `axis`, except under plain `jit`.
+        An array of the state has the spec of a parameter if its path ends in that of the parameter and it has its
+        shape: the parameter itself, moments, masters, and copies of workers. All others are replicated over these axes.
+
     Raises:
-      ValueError: a typed key is inside `OnHost`.
+      ValueError: a typed key is inside `OnHost`; `specs` belong to no array.
     """
+    state = bind(state, axis)
+    own = iter(specs_of_leaves(state, specs))
     # Without types that say otherwise, XLA replicates the empty arrays that a step returns: a step whose first state
     # has them sharded would be compiled again.
     is_auto = AxisType.Explicit not in mesh.axis_types
@@ -62,10 +71,11 @@ def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
                 f"OnHost around a typed key {leaf.dtype}{list(leaf.shape)}: JAX loses the memory kind of keys on a "
                 "mesh. Keep the key on the device, or its words on the host, OnHost(jax.random.key_data(key))"
             )
-        spec = PartitionSpec() if is_auto and 0 in np.shape(leaf) else spec_of(marks)
+        spec = join_specs(spec_of(marks), next(own))
+        spec = PartitionSpec() if is_auto and 0 in np.shape(leaf) else spec
         return NamedSharding(mesh, spec, memory_kind="pinned_host" if host else None)
 
-    return map_marked(shard, bind(state, axis))
+    return map_marked(shard, state)
 
 
 # A mesh (an abstract one to trace only), or for simulation the number of workers (along each axis).
@@ -110,12 +120,16 @@ def copy_to_workers(leaf: Any, count: int) -> Array | np.ndarray:
     return fold_index(copies) if is_key(leaf) else copies
 
 
-def init_state(make_state: Callable[[], State], mesh: Place, *, axis: AxisNames = "data") -> State:
+def init_state(
+    make_state: Callable[[], State], mesh: Place, *, axis: AxisNames = "data", specs: PyTree | None = None
+) -> State:
     """Creates a train state directly on its mesh: no sharded leaf is ever materialized on one device.
 
     Args:
       make_state: a function without arguments that builds the state (parameters, optimizer state) of one worker.
       mesh: the mesh; for `simulate`, the number of workers (or a mapping from axis to number), on one device.
+      specs: the `PartitionSpec` of each parameter over the other axes of the mesh (FSDP, tensor parallelism); moments
+        and masters follow their parameters, see `state.shardings`. Without it they are replicated over these axes.
 
     Returns:
       The state as global arrays, with its marks; typed keys inside `PerWorker` are folded with the worker's number, so
@@ -123,7 +137,7 @@ def init_state(make_state: Callable[[], State], mesh: Place, *, axis: AxisNames 
 
     Raises:
       ValueError: the mesh lacks the axis; an nnx module has a shared Variable, which would become two, or stores random
-        streams; an `nnx.Optimizer` has lost its marks.
+        streams; an `nnx.Optimizer` has lost its marks; `specs` belong to no array.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -142,11 +156,13 @@ def init_state(make_state: Callable[[], State], mesh: Place, *, axis: AxisNames 
         return jax.jit(build)()
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(build)
-        return jax.jit(build, out_shardings=shardings(shapes, mesh, axis=axis))()
+        return jax.jit(build, out_shardings=shardings(shapes, mesh, axis=axis, specs=specs))()
 
 
 def place(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     """Copies an existing state onto a mesh; donating the result does not invalidate the caller's arrays.
+
+    Arrays that are sharded along other axes than the workers', by names that the mesh has too, keep these shardings.
 
     Args:
       state: the state of one worker: `PerWorker` leaves without the worker dimension (each worker gets a copy, with
@@ -231,7 +247,24 @@ def _place_tree(state: State, mesh: Place, axis: AxisNames) -> State:
     copies = jax.tree.map(jnp.copy, state)
     if not isinstance(mesh, Mesh):
         return copies
-    return jax.tree.map(place_leaf, copies, shardings(state, mesh, axis=axis))
+    wanted = map_marked(partial(_keep_sharding, axis), copies, shardings(state, mesh, axis=axis))
+    return jax.tree.map(place_leaf, copies, wanted)
+
+
+def _keep_sharding(axis: AxisNames, marks: tuple[Any, ...], leaf: Array, wanted: NamedSharding) -> NamedSharding:
+    """The sharding `wanted`, and in the dimensions that no mark added that of the leaf over the other axes."""
+    before, added = leaf.sharding, len(cutting_marks(marks))
+    if is_key(leaf) or 0 in leaf.shape or not isinstance(before, NamedSharding):
+        return wanted
+    # What a mark shards is sharded once.
+    taken = {*axis_tuple(axis), *spec_axes(wanted.spec)}
+    parts = [
+        tuple(name for name in axis_tuple(part) if name in wanted.mesh.shape and name not in taken)
+        for part in before.spec[added:]
+    ]
+    sizes = zip(leaf.shape[added:], parts, strict=False)
+    kept = [part if size % workers(wanted.mesh, part) == 0 else () for size, part in sizes]
+    return wanted.update(spec=join_specs(spec_of(marks), [spec_entry(part) or None for part in kept]))
 
 
 def place_leaf(leaf: Array, sharding: jax.sharding.Sharding) -> Array:

@@ -14,6 +14,7 @@ from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Int, Like, PyTree, State, Updates
 from ..state.marks import PerWorker, bind, is_mark, with_value
 from .extra_args import with_extra_args
+from .in_plain_jit import with_own_map
 from .local_gradients import check_leaves, check_local
 from .skip_nonfinite import is_guarded
 from .weights import divide_leaves, scale_leaves, weight_of_leaves
@@ -83,7 +84,7 @@ def accumulate(
     if steps is not None:
         check_count("steps", steps, 1)
     method = _Accumulate(with_extra_args(tx), steps, axis)
-    return optax.GradientTransformationExtraArgs(method.init, method.update)
+    return with_own_map(optax.GradientTransformationExtraArgs(method.init, method.update), axis)
 
 
 class _Accumulate(NamedTuple):

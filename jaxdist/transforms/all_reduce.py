@@ -6,14 +6,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.reducer import Extras, Law, Reducer, check_reducer, contraction_of
-from ..state.marks import axis_tuple, bind, is_spec, name_leaf
+from ..state.marks import axis_tuple, bind, is_spec
+from ..state.parameter_specs import check_specs, spec_axes, without_axes
 from .averaged import check_functions
+from .in_plain_jit import with_own_map
 from .late_reduction import late_reduction
 from .local_gradients import (
     check_leaves,
@@ -23,7 +24,8 @@ from .local_gradients import (
     refuse_model_axes,
     with_gradients,
 )
-from .on_shards import axis_names, init_on_shards, reduce_on_shards
+from .on_shards import init_on_shards, reduce_on_shards
+from .reduce_scatter import check_scattering, scattered_dimensions
 from .weights import weight_of_leaves
 
 
@@ -64,7 +66,7 @@ def all_reduce(
       reducer: computes the mean.
       axis: the mesh axis of the workers, or several, slow links first; `None`: a single worker.
       specs: a tree of `PartitionSpec` like the parameters, for axes that the compiler shards (tensor parallelism);
-        make the state by `init_state`.
+        make the state by `init_state`. If they name `axis` (FSDP), under plain `jit`, gradients are reduce-scattered.
       normalize_by: the divisor of the mean with `examples`. `"active"`: their number, `Σ n_w g_w / Σ n_w`. `"workers"`:
         the number of workers, `Σ_{n_w > 0} g_w / W`, so steps get smaller as workers finish (PyTorch's default).
       delay: 1 hides the reduction, for the memory of a gradient and a lower learning rate.
@@ -75,9 +77,10 @@ def all_reduce(
       out, the update is zero and the state stays.
 
     Raises:
-      ValueError: `normalize_by` or `delay` is unknown; `specs` name the axis of the workers. At trace time, a leaf is
-        not floating, not varying over the axis, not of its parameter's shape, or `Sharded`; the axis is not bound; the
-        reducer would gather further axes of the mesh.
+      ValueError: `normalize_by` or `delay` is unknown; `specs` name the axis of the workers beside another one in a
+        dimension, or the reducer cannot scatter. At trace time, `specs` name it inside a map; a leaf is not floating,
+        not varying over the axis, not of its parameter's shape, or `Sharded`; the axis is not bound; the reducer would
+        gather further axes of the mesh.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -112,30 +115,20 @@ def all_reduce(
         raise ValueError(
             f"delay must be 0 or 1, got {delay}; for all-reduces over several steps see asynchronous.rules.pipe_sgd"
         )
-    _check_specs(specs, axis)
+    check_specs(specs, caller="all_reduce(specs=)")
+    scattered = _scattered_specs(reducer, specs, axis)
     method = _AllReduce(reducer, axis, specs, normalize_by)
     tx = optax.GradientTransformationExtraArgs(method.init, method.update)
-    return late_reduction(tx, axis) if delay else tx
+    return with_own_map(late_reduction(tx, axis) if delay else tx, axis, scattered)
 
 
-def _check_specs(specs: PyTree | None, axis: AxisNames) -> None:
-    """Checks that `specs` are PartitionSpecs over other axes than that of the workers."""
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-        leaf = name_leaf("the parameter", path)
-        if not is_spec(spec):
-            advice = "its spec, sharding.spec" if hasattr(spec, "spec") else "a PartitionSpec"
-            raise ValueError(f"all_reduce(specs=) has {spec!r} for {leaf}: pass {advice}")
-        reduced = set(axis_tuple(axis))
-        if shared := [name for name in axis_names(spec) if name in reduced]:
-            parts = [part if isinstance(part, tuple) else (part,) for part in spec]
-            others = [tuple(name for name in part if name not in reduced) for part in parts]
-            rest = PartitionSpec(*((part[0] if len(part) == 1 else part or None) for part in others))
-            raise ValueError(
-                f"all_reduce(specs=) has {spec} for {leaf}, and axis {shared[0]!r} is that of the workers, over which "
-                f"all_reduce averages gradients that each of them has in full. specs tell how parameters are sharded "
-                f"over the other axes: {rest}. For parameters that are sharded over {shared[0]!r} itself use "
-                "zero.shard(params) with zero_redundancy in place of all_reduce"
-            )
+def _scattered_specs(reducer: Reducer, specs: PyTree | None, axis: AxisNames) -> PyTree | None:
+    """The specs of the mean over the workers' own axis, along which it is scattered; `None` if it is whole."""
+    names = axis_tuple(axis)
+    if specs is None or not check_scattering(reducer, specs, names):
+        return None
+    scattered_dimensions(specs, names)
+    return jax.tree.map(lambda spec: without_axes(spec, set(spec_axes(spec)) - set(names)), specs, is_leaf=is_spec)
 
 
 def _warn_of_bias(reducer: Reducer) -> None:
@@ -161,7 +154,7 @@ class _AllReduce(NamedTuple):
         reducer, specs = self.reducer, self.specs
         params = with_gradients(params)
         check_leaves(params)
-        state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs)
+        state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs, self.axis)
         return AllReduceState(bind(state, self.axis), jnp.zeros((), jnp.int32))
 
     def update(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.compat import mesh_axes_left_over, types_are_checked, varying_axes
+from .._core.compat import mesh_axes_left_over, types_are_checked, unreduced_axes, varying_axes
 from .._core.dtypes import explain_dtype, working_dtype
 from .._core.trees import is_overwritten
 from .._core.types import Array, AxisNames, PyTree, State, Updates
@@ -72,6 +72,12 @@ def check_local(updates: Updates, axis: AxisNames, *, reduced: str = "") -> None
     `reduced` is another cause, with its cure, for transformations that take gradients after `all_reduce` too.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        if unreduced_axes(leaf) & set(axis_tuple(axis)):
+            raise ValueError(
+                f"{name_leaf('the gradient', path)} is typed unreduced over axis {axis!r}: each worker has a term of "
+                "its sum, which all_reduce, accumulate and zero_redundancy over this axis take; for other methods "
+                f"compute it with local_value_and_grad(loss, axis={axis!r})"
+            )
         if varies_nowhere(leaf, axis):
             raise ValueError(
                 f"{name_leaf('the gradient', path)} is the same on all workers of axis {axis!r}: {reduced}jax.grad "

@@ -13,8 +13,11 @@ from .._core.compat import shard_map, varying_axes
 from .._core.trees import select_leaves
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.over import over
-from ..reducers.reducer import Extras, Reducer
+from ..reducers.reducer import Extras, Reducer, shards_of
 from ..state.marks import PerWorker, axis_tuple, expand_specs, map_marked, with_value
+from ..state.parameter_specs import spec_axes, without_axes
+from .local_gradients import refuse_model_axes
+from .reduce_scatter import scattered_dimensions, scattering
 
 FLATTENED = (
     "all_reduce(specs=) needs a reducer with separate state for each leaf; put error feedback around bucketed, not "
@@ -22,27 +25,33 @@ FLATTENED = (
 )
 
 
-def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
+def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree, axis: AxisNames) -> State:
     """Returns the reducer's state for one shard of each leaf, one for each kind of leaves if there are several."""
     kinds = _kinds(specs)
     # A placeholder for the parameters, from optax.tree.map_params.
     if jax.tree.leaves(params):
         specs = expand_specs(specs, params)
-        states = {kind: _init_kind(reducer, *_select(kind, specs, params, specs)) for kind in kinds}
+        chosen = {kind: _select(kind, specs, params, specs) for kind in kinds}
+        states = {kind: _init_kind(reducer, own, own_specs, axis) for kind, (own, own_specs) in chosen.items()}
     else:
-        states = {kind: reducer.init(params) for kind in kinds}
+        # In the form that reduces the leaves of each kind.
+        scatters = {kind: set(kind.split("+")) & set(axis_tuple(axis)) for kind in kinds}
+        states = {kind: (shards_of(reducer) if scatters[kind] else reducer).init(params) for kind in kinds}
     return states if len(kinds) > 1 else states[kinds[0]]
 
 
-def _init_kind(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
+def _init_kind(reducer: Reducer, params: PyTree, specs: PyTree, axis: AxisNames) -> State:
     """Returns the reducer's state for leaves of one kind; state that differs between shards is `PerWorker`."""
     sizes = _mesh_sizes(specs)
+    # Refuses what does not divide, over the workers' own axis too.
+    jax.tree.map(lambda leaf, spec: _shard_shape(leaf.shape, spec, sizes), params, specs)
+    reducer, specs = _over_others(reducer, specs, axis, sizes)
     local = jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(_shard_shape(leaf.shape, spec, sizes), leaf.dtype), params, specs
     )
 
     def mark(leaf, spec):
-        return leaf if not axis_names(spec) else PerWorker(leaf, axis=axis_names(spec), resize="copy")
+        return leaf if not spec_axes(spec) else PerWorker(leaf, axis=spec_axes(spec), resize="copy")
 
     def mark_node(node, spec):
         return with_value(node, mark(node.value, spec)) if isinstance(node, PerWorker) else mark(node, spec)
@@ -59,7 +68,7 @@ def reduce_on_shards(
     """Runs `reducer.reduce` on each shard, separately for each kind of leaves; returns the mean and the new state."""
     kinds = _kinds(specs)
     specs = expand_specs(specs, updates)
-    names = {name for spec in jax.tree.leaves(specs) for name in axis_names(spec)}
+    names = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} - set(axis_tuple(axis))
     if len(kinds) == 1:
         return _reduce_kind(reducer, updates, state, specs, names, axis, extras)
     reduced = {}
@@ -71,8 +80,21 @@ def reduce_on_shards(
     return mean, {kind: new for kind, (_, new) in reduced.items()}
 
 
+def _over_others(reducer: Reducer, specs: PyTree, axis: AxisNames, sizes: dict[str, int]) -> tuple[Reducer, PyTree]:
+    """The specs over the other axes than the workers'; where these shard the leaves, a reducer that scatters the mean.
+
+    The leaves are of one kind: all of them are sharded over the workers, or none.
+    """
+    names = axis_tuple(axis)
+    if not any(set(spec_axes(spec)) & set(names) for spec in jax.tree.leaves(specs)):
+        return reducer, specs
+    workers = math.prod(sizes[name] for name in names)
+    scatters = scattering(reducer, scattered_dimensions(specs, names), workers)
+    return scatters, jax.tree.map(lambda spec: without_axes(spec, names), specs)
+
+
 def _kind(spec: PartitionSpec) -> str:
-    return "+".join(axis_names(spec)) or "replicated"
+    return "+".join(spec_axes(spec)) or "replicated"
 
 
 def _kinds(specs: PyTree) -> list[str]:
@@ -95,6 +117,12 @@ def _reduce_kind(
     axis: AxisNames,
     extras: Extras,
 ) -> tuple[Updates, State]:
+    reducer, specs = _over_others(reducer, specs, axis, dict(jax.sharding.get_abstract_mesh().shape))
+    if not names:
+        refuse_model_axes("this reducer", "name them in all_reduce(specs=)")
+        reduced, state = reducer.reduce(updates, state, over(axis), extras)
+        return reduced.mean, state
+
     # The leading dimension of a leaf counts shards where a mark says so.
     state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in _shard_marks(names, marks))), state)
 
@@ -141,14 +169,9 @@ def _strip_marks(state: State, names: set[str]) -> State:
     return jax.tree.map(strip_node, state, is_leaf=lambda x: isinstance(x, PerWorker))
 
 
-def axis_names(spec: PartitionSpec) -> tuple[str, ...]:
-    """The names of mesh axes in a partition spec."""
-    return tuple(name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part))
-
-
 def _mesh_sizes(specs: PyTree) -> dict[str, int]:
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    missing = sorted({name for spec in jax.tree.leaves(specs) for name in axis_names(spec)} - set(sizes))
+    missing = sorted({name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} - set(sizes))
     if missing:
         raise ValueError(
             f"specs name the mesh axes {missing}, which are unknown here; make the state with "
@@ -160,7 +183,7 @@ def _mesh_sizes(specs: PyTree) -> dict[str, int]:
 def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> tuple[int, ...]:
     out = list(shape)
     for dimension, part in enumerate(spec):
-        parts = math.prod(sizes[name] for name in axis_names(PartitionSpec(part)))
+        parts = math.prod(sizes[name] for name in spec_axes(PartitionSpec(part)))
         if out[dimension] % parts:
             raise ValueError(
                 f"dimension {dimension} of shape {shape} does not divide into {parts} shards ({spec}): pad the "

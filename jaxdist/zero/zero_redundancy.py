@@ -22,6 +22,7 @@ from ..reducers.trees import is_map_params_placeholder
 from ..state.marks import NO_PARAMETER, Sharded, bind, is_mark, parameter_indices, with_value
 from ..transforms.averaged import average_arguments
 from ..transforms.extra_args import with_extra_args
+from ..transforms.in_plain_jit import with_own_map
 from ..transforms.local_gradients import check_leaves, check_local, check_shapes, refuse_model_axes
 from ..transforms.weights import scale_leaves, weight_of, weight_of_leaves, zero_unless
 from ..wire.buffers import MULTIPLE
@@ -162,8 +163,10 @@ def zero_redundancy(
     else:
         code = contraction_form(compressor)
         delivery = deliver_encoded_updates(code) if master_dtype is None else deliver_encoded_params(code)
-    tx = _ZeroRedundancy(with_extra_args(inner), gradients, codec, delivery, master_dtype, axis)
-    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    method = _ZeroRedundancy(with_extra_args(inner), gradients, codec, delivery, master_dtype, axis)
+    tx = optax.GradientTransformationExtraArgs(method.init, method.update)
+    # Means are the same outside of a map.
+    return tx if reducer is None else with_own_map(tx, axis)
 
 
 class _ZeroRedundancy(NamedTuple):

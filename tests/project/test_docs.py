@@ -33,6 +33,7 @@ COLUMNS = 84
 TRANSCRIPTS = (
     *("docs/index.md", "docs/tutorial.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md"),
     *("docs/how-to/train-a-language-model.md", "docs/how-to/tensor-parallelism.md"),
+    "docs/how-to/keep-your-shardings.md",
 )
 SHOWN = re.compile(r"^( *)```\n\n\1```text\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 

@@ -178,22 +178,6 @@ def test_specs_need_a_mesh_that_has_them(flat):
         )
 
 
-@pytest.mark.parametrize("reducer", [jd.exact(), jd.compressed(jd.qsgd(4))], ids=["exact", "qsgd"])
-@pytest.mark.parametrize(
-    ("spec", "rest"),
-    [
-        (jax.P("data", "model"), r"P\(None, 'model'\)"),
-        (jax.P("model", "data"), r"P\('model', None\)"),
-        (jax.P(None, ("model", "data")), r"P\(None, 'model'\)"),
-        (jax.P(("data",)), r"P\(None,\)"),
-    ],
-)
-def test_specs_that_name_the_axis_of_the_workers_are_refused_by_name(reducer, spec, rest):
-    with pytest.raises(ValueError, match=rf"specs=\) has .* for the parameter \['w'\], and axis 'data'.*: P?.*{rest}"):
-        jd.all_reduce(reducer, specs={"b": jax.P("model"), "w": spec})
-    jd.all_reduce(reducer, specs={"b": jax.P("model"), "w": spec}, axis="pod")
-
-
 def test_shardings_in_place_of_specs_are_refused():
     mesh = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
     with pytest.raises(ValueError, match=r"for the parameter \['w'\]: pass its spec, sharding.spec"):

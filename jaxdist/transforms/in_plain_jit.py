@@ -1,0 +1,285 @@
+"""Gradients of all workers under plain `jax.jit`, typed `unreduced` or not, and the map that is opened for them."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from .._core.compat import cast_unreduced, shard_map, unreduced_axes
+from .._core.dtypes import widen
+from .._core.types import Array, AxisNames, PyTree, State, Updates
+from ..state.marks import PerWorker, axis_tuple, expand_specs, is_mark, is_spec, name_leaf, spec_entry, view_of
+from ..state.parameter_specs import spec_axes, without_axes
+from .local_value_and_grad import local_value_and_grad
+
+PAGE = "docs/how-to/keep-your-shardings.md"
+
+
+def per_worker_value_and_grad(
+    loss: Callable[..., Any], *, axis: AxisNames = "data", has_aux: bool = False, micro_batches: int = 1
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` of every worker's loss, for a step that is a plain `jax.jit` over global arrays.
+
+    `params, batch [B, ...] -> mean of L_w, PerWorker(g_w [W, ...])`: worker `w` has rows `w B/W` to `(w+1) B/W` of each
+    array of the batch. It is a `vmap` over the workers' axis, so that the loss keeps its sharding constraints, over
+    the other axes; what all workers share, it does not sum. `all_reduce` and `accumulate` over the same axis take
+    the gradients outside of any map, and open their own. Inside `distribute` use `local_value_and_grad`.
+
+    *On the wire*: over the workers' axis the mean of the losses, 4 bytes, and what `aux` takes; a look-up in a table
+    that is sharded over rows, or over an axis that shards the batch, may be computed by exchanging rows there (see
+    docs/how-to/keep-your-shardings.md).
+
+    Args:
+      loss: `loss(params, batch, *rest)`; the other arguments are the same for all workers.
+      axis: the mesh axis of the workers, or several, of the mesh that `jax.set_mesh` has set.
+      has_aux: whether the loss also returns auxiliary data: its floating leaves are averaged over workers, integers
+        summed.
+      micro_batches: the parts of each worker's rows, as for `local_value_and_grad`.
+
+    Raises:
+      ValueError: there is no mesh with the axis; the axis is mapped already; a batch does not divide; a sharding
+        constraint in the loss names the axis.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
+      >>> mesh = jd.make_mesh({"data": 1})
+      >>> tx = optax.chain(jd.all_reduce(jd.exact()), optax.sgd(1.0))
+      >>> @jax.jit
+      ... def step(w, opt_state, batch):
+      ...     value_and_grad = jd.transforms.per_worker_value_and_grad(lambda w, x: jnp.mean(w * x))
+      ...     loss, gradients = value_and_grad(w, batch)
+      ...     updates, opt_state = tx.update(gradients, opt_state, w)
+      ...     return optax.apply_updates(w, updates), opt_state, loss
+      >>> w = jnp.ones(())
+      >>> with jax.set_mesh(mesh):
+      ...     w, _, loss = step(w, tx.init(w), jnp.array([1.0, 3.0]))
+      >>> float(w), float(loss)
+      (-1.0, 2.0)
+    """
+    names = axis_tuple(axis)
+    inner = local_value_and_grad(loss, axis=None, has_aux=has_aux, micro_batches=micro_batches)
+
+    def value_and_grad(params: PyTree, batch: PyTree, *rest: Any) -> tuple[Any, Any]:
+        mesh = _mesh_of_workers(names)
+        count = math.prod(mesh.shape[name] for name in names)
+        rows = jax.tree_util.tree_map_with_path(functools.partial(_split_rows, mesh, names, count), batch)
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        # On Explicit axes the types of the mapped arrays say it.
+        is_auto = any(kinds[name] == AxisType.Auto for name in names)
+        mapped = jax.vmap(
+            inner, in_axes=(None, 0, *[None] * len(rest)), spmd_axis_name=spec_entry(names) if is_auto else None
+        )
+        # JAX refuses to map over an axis that shards what is not mapped, on Explicit axes.
+        params = params if is_auto else jax.tree.map(functools.partial(_gather, names), params)
+        try:
+            out, gradients = mapped(params, rows, *rest)
+        except Exception as error:  # on Explicit axes JAX's own class, which is no ValueError
+            if "spmd_axis_name" in str(error) or "duplicate entries" in str(error):
+                raise ValueError(
+                    f"a sharding constraint in the loss names axis {spec_entry(names)!r}, along which each worker has "
+                    f"a loss of its own: leave it out, P('fsdp') in place of P(({names[0]!r}, 'fsdp'))"
+                ) from error
+            raise
+        gradients = jax.tree.map(functools.partial(_keep_apart, names, is_auto), gradients)
+        return jax.tree.map(_merge, out), jax.tree.map(lambda g: PerWorker(g, axis=names), gradients)
+
+    return value_and_grad
+
+
+def _mesh_of_workers(names: Sequence[str]) -> AbstractMesh:
+    mesh = jax.sharding.get_abstract_mesh()
+    if missing := [name for name in names if name not in mesh.shape]:
+        found = f"has the axes {mesh.axis_names}" if mesh.axis_names else "is not set"
+        raise ValueError(
+            f"the mesh of a plain jit must have the axis {missing[0]!r}, but it {found}: call jax.set_mesh(mesh), or "
+            "run the step with distribute(step, mesh) and local_value_and_grad"
+        )
+    if mapped := [name for name in names if name in mesh.manual_axes]:
+        raise ValueError(
+            f"axis {mapped[0]!r} is mapped here, and each worker has its own gradient: use local_value_and_grad inside "
+            "distribute and shard_map"
+        )
+    return mesh
+
+
+def _split_rows(mesh: AbstractMesh, names: Sequence[str], count: int, path: Any, x: Array) -> Array:
+    """`[B, ...] -> [W, B/W, ...]`, sharded over the workers along the first dimension."""
+    if x.ndim == 0 or x.shape[0] % count:
+        raise ValueError(
+            f"batch{jax.tree_util.keystr(path)} of shape {tuple(x.shape)} does not divide among {count} workers along "
+            "its first dimension"
+        )
+    shape = (count, x.shape[0] // count, *x.shape[1:])
+    first, *others = (*jax.typeof(x).sharding.spec.partitions, *[None] * x.ndim)[: x.ndim]
+    rest = tuple(name for name in axis_tuple(first) if name not in names)
+    spec = PartitionSpec(spec_entry(tuple(names)), spec_entry(rest) or None, *others)
+    if AxisType.Explicit in mesh.axis_types:
+        # A dimension that the workers' axis does not shard first is not split in place.
+        return lax.reshape(jax.reshard(x, PartitionSpec((*names, *rest), *others)), shape, out_sharding=spec)
+    free = PartitionSpec.UNCONSTRAINED
+    return lax.with_sharding_constraint(x.reshape(shape), PartitionSpec(spec_entry(tuple(names)), *[free] * x.ndim))
+
+
+def _gather(names: Sequence[str], x: Array) -> Array:
+    spec = PartitionSpec(*jax.typeof(x).sharding.spec.partitions)
+    return jax.reshard(x, without_axes(spec, names)) if set(spec_axes(spec)) & set(names) else x
+
+
+def _keep_apart(names: Sequence[str], is_auto: bool, gradient: Array) -> Array:
+    if not is_auto:
+        return gradient
+    free = [PartitionSpec.UNCONSTRAINED] * (gradient.ndim - 1)
+    return lax.with_sharding_constraint(gradient, PartitionSpec(spec_entry(tuple(names)), *free))
+
+
+def _merge(x: Array) -> Array:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.any(0) if x.dtype == bool else x.sum(0, dtype=x.dtype)
+    return widen(x).mean(0).astype(x.dtype)
+
+
+def with_own_map(
+    tx: optax.GradientTransformationExtraArgs, axis: AxisNames, scattered: PyTree | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation, which maps itself over the workers where it gets the gradients of all of them.
+
+    Gradients that JAX types as `unreduced`, those of parameters typed `reduced`, are taken as what they are: terms of a
+    sum over workers, inside a map and outside. `scattered` are the specs over this axis of updates that are scattered
+    over it, where some are.
+    """
+    names = axis_tuple(axis)
+
+    def update_fn(
+        updates: Updates, state: State, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[Updates, State]:
+        if not _is_outside(names):
+            if scattered is not None:
+                raise ValueError(
+                    f"all_reduce(specs=) names axis {spec_entry(names)!r} of the workers, over which parameters are "
+                    f"sharded in a plain jit alone, and {_name_first(scattered)}: inside a map each worker has all of "
+                    "them. Leave this axis out of the specs there, or use zero.shard(params) with zero_redundancy in "
+                    "place of all_reduce"
+                )
+            updates = jax.tree.map(functools.partial(_own_gradient, names), updates)
+            return tx.update(updates, state, params, **extra_args)
+        if any(is_unreduced(x, names) for x in jax.tree.leaves(updates)):
+            updates = jax.tree_util.tree_map_with_path(functools.partial(_split_sum, names), updates)
+        if not any(is_mark(x) for x in jax.tree.leaves(updates, is_leaf=is_mark)):
+            raise ValueError(
+                f"the gradients are global arrays of a plain jit, over whose axis {spec_entry(names)!r} jax.grad has "
+                "summed them already: what is sent between workers is in the program before this transformation, and "
+                "nothing is left to compress. Compute the gradient of each worker with "
+                f"transforms.per_worker_value_and_grad(loss, axis={spec_entry(names)!r}), or run the step with "
+                f"distribute(step, mesh, axis={spec_entry(names)!r}); see {PAGE}"
+            )
+        return _map_update(tx, names, scattered, updates, state, params, extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update_fn)
+
+
+def is_unreduced(x: Any, names: Sequence[str]) -> bool:
+    """Returns whether the type of an array says that each worker has a term of it."""
+    return bool(names) and unreduced_axes(x).issuperset(names)
+
+
+def _own_gradient(names: Sequence[str], x: Array) -> Array:
+    """The gradient of one worker: `W` times its term, as the sum of terms is the mean of gradients."""
+    return _scale(cast_unreduced(x, names), names) if is_unreduced(x, names) else x
+
+
+def _scale(x: Array, names: Sequence[str]) -> Array:
+    # A loss over all examples has terms `1/W` as large as a worker's own mean.
+    return (widen(x) * math.prod(lax.axis_size(name) for name in names)).astype(x.dtype)
+
+
+def _split_sum(names: tuple[str, ...], path: Any, x: Any) -> PerWorker:
+    """`[*s] -> PerWorker([W, *s])`: the gradient of each worker, from a sum that was not taken."""
+    if is_mark(x) or not is_unreduced(x, names):
+        raise ValueError(
+            f"{name_leaf('the gradient', path)} is not typed unreduced over axis {spec_entry(names)!r}, as others are: "
+            "jax.grad has summed it already. Keep it out of this transformation with optax.partition, or type its "
+            f"parameter as reduced too, jax.reshard(x, P(reduced={set(names)})); see {PAGE}"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = jax.typeof(x).sharding.spec.partitions
+    split = shard_map(
+        lambda term: _scale(cast_unreduced(term, names), names)[None],
+        mesh=None,
+        in_specs=PartitionSpec(*parts, unreduced=frozenset(names)),
+        out_specs=PartitionSpec(spec_entry(names), *parts),
+        # All of them: 0.10 has no unreduced operands of a map over some.
+        axis_names=set(mesh.axis_names),
+        check_vma=True,
+    )
+    return PerWorker(split(x), axis=names)
+
+
+def _is_outside(names: Sequence[str]) -> bool:
+    """Whether no map binds the axes, and the mesh around a plain jit has them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not names or not set(names) <= set(mesh.shape) or set(names) & set(mesh.manual_axes):
+        return False
+    try:
+        lax.axis_size(names[0])
+    except NameError:
+        return True
+    # Inside `vmap(axis_name=)`.
+    return False
+
+
+def _map_update(
+    tx: optax.GradientTransformationExtraArgs,
+    names: tuple[str, ...],
+    scattered: PyTree | None,
+    updates: Updates,
+    state: State,
+    params: PyTree | None,
+    extra_args: dict[str, Any],
+) -> tuple[Updates, State]:
+    if weights := {"examples", "active"} & {name for name, x in extra_args.items() if x is not None}:
+        raise ValueError(
+            f"{min(weights)}= is the number of one worker, and under plain jit there are those of all: weigh the loss, "
+            "or run the step with distribute"
+        )
+    view = view_of(state, names)
+    specs = jax.tree.structure(state).unflatten(view.specs)
+    over_workers = PartitionSpec(spec_entry(names))
+    local = jax.tree.map(_open, updates, is_leaf=is_mark)
+
+    def update_one(updates, state, params, extra_args):
+        leaves, structure = jax.tree.flatten(state)
+        own = structure.unflatten([*map(jnp.squeeze, leaves, view.dimensions)])
+        out, new = tx.update(jax.tree.map(lambda g: g[0], updates), own, params, **extra_args)
+        leaves, structure = jax.tree.flatten(new)
+        return out, structure.unflatten([*map(jnp.expand_dims, leaves, view.dimensions)])
+
+    mapped = shard_map(
+        update_one,
+        mesh=None,
+        in_specs=(over_workers, specs, PartitionSpec(), PartitionSpec()),
+        out_specs=(PartitionSpec() if scattered is None else expand_specs(scattered, local), specs),
+        axis_names=set(names),
+        check_vma=True,
+    )
+    # Of scattered parameters a map would gather the others' parts, and `all_reduce` needs none.
+    return mapped(local, state, params if scattered is None else None, extra_args)
+
+
+def _name_first(scattered: PyTree) -> str:
+    found = jax.tree_util.tree_leaves_with_path(scattered, is_leaf=is_spec)
+    return next(f"{name_leaf('the parameter', path)} has {spec}" for path, spec in found if spec_axes(spec))
+
+
+def _open(gradient: Any) -> Array:
+    if not isinstance(gradient, PerWorker):
+        raise ValueError(
+            f"some gradients are marked PerWorker and others are {type(gradient).__name__}: pass all that "
+            "transforms.per_worker_value_and_grad returns"
+        )
+    return gradient.value

@@ -1,0 +1,268 @@
+"""A step that stays a plain jit, with its own shardings: only what the reducer sends crosses between slices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import P
+from jax.sharding import AxisType
+from problems import assert_close
+
+import jaxdist as jd
+from jaxdist import analysis
+
+EXPLICIT = pytest.param(AxisType.Explicit, id="explicit", marks=pytest.mark.slow)
+KINDS = pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, id="auto"), EXPLICIT])
+SPECS = {
+    "norm": P(),
+    "table": P("model", "fsdp"),
+    "layers": {"up": P(None, "fsdp", "model"), "down": P(None, "model", "fsdp")},
+}
+PARAMETERS = 16 + 32 * 16 + 2 * (2 * 16 * 64)
+
+
+def make_mesh(kind=AxisType.Auto):
+    return jax.make_mesh((2, 2, 2), ("dcn", "fsdp", "model"), axis_types=(kind,) * 3)
+
+
+def make_params():
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = {"up": jax.random.normal(keys[0], (2, 16, 64)) / 4, "down": jax.random.normal(keys[1], (2, 64, 16)) / 8}
+    return {"norm": jnp.ones(16), "table": jax.random.normal(keys[2], (32, 16)), "layers": layers}
+
+
+def reshard(x, *spec):
+    """FSDP's gather of a parameter, or the sharding of activations: on Explicit axes a type."""
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return jax.reshard(x, P(*spec)) if explicit else jax.lax.with_sharding_constraint(x, P(*spec))
+
+
+def loss_fn(params, tokens, dtype=jnp.bfloat16):
+    """A residual network in bfloat16 over float32 masters, by `scan` and `remat`."""
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    rows = reshard(params["table"])
+    x = rows.at[tokens].get(out_sharding=P("fsdp")) if explicit else rows[tokens]
+    norm = reshard(params["norm"])
+
+    def layer(x, w):
+        up, down = reshard(w["up"], None, "model"), reshard(w["down"], "model")
+        y = jax.nn.relu(reshard(x * norm[None], "fsdp") @ up)
+        return x + jnp.matmul(y, down, out_sharding=P("fsdp") if explicit else None), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+    return jnp.mean(jnp.square(x.astype(jnp.float32) - 1))
+
+
+def make_state(tx, mesh):
+    def build():
+        return make_params(), tx.init(make_params())
+
+    return jd.init_state(build, mesh, axis="dcn", specs=SPECS)
+
+
+def exact_loss(params, tokens):
+    """In float32, so that rounding does not depend on how XLA fuses."""
+    return loss_fn(params, tokens, jnp.float32)
+
+
+def make_step(tx, loss_fn=loss_fn):
+    def train_step(state, batch):
+        params, opt_state = state
+        loss, grads = jd.transforms.per_worker_value_and_grad(loss_fn, axis="dcn")(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return train_step
+
+
+def make_tx(reducer, **options):
+    return optax.chain(jd.all_reduce(reducer, axis="dcn", **options), optax.adam(1e-2))
+
+
+def batch(mesh, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, 32, 16).astype(np.int32)
+    return jax.device_put(tokens, jax.NamedSharding(mesh, P(("dcn", "fsdp"))))
+
+
+def train(tx, mesh, step, steps=3):
+    with jax.set_mesh(mesh):
+        state = make_state(tx, mesh)
+        for seed in range(steps):
+            state, loss = step(state, batch(mesh, seed))
+    return state, loss
+
+
+def between_slices(program, mesh):
+    """The bytes that a device sends to other slices: in groups of which not all devices are of one slice."""
+    slices = np.arange(mesh.size) // (mesh.size // mesh.shape["dcn"])
+    return sum(
+        op.wire_bytes
+        for op in analysis.collectives(program).ops
+        if any(len(set(slices[list(group)])) > 1 for group in op.replica_groups)
+    )
+
+
+@KINDS
+def test_only_the_reducers_bytes_cross_between_slices(kind):
+    mesh, found = make_mesh(kind), {}
+    reducers = {"exact": jd.exact(), "f16": jd.compressed(jd.compressors.cast(jnp.float16))}
+    for name, reducer in reducers.items():
+        tx = make_tx(reducer, specs=SPECS)
+        with jax.set_mesh(mesh):
+            step = jax.jit(make_step(tx)).lower(make_state(tx, mesh), batch(mesh)).compile()
+        found[name] = between_slices(step, mesh)
+    # Each device sends its quarter of the sharded leaves, the replicated ones, and 4 bytes of the loss.
+    entries = (PARAMETERS - 16) / 4 + 16
+    assert found == {"exact": 4 * entries + 4, "f16": 2 * entries + 4}
+
+
+@pytest.mark.slow
+@KINDS
+def test_the_numbers_are_those_of_distribute(kind):
+    mesh = make_mesh(kind)
+    reducer = jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0))
+    tx = make_tx(reducer, specs=SPECS)
+    plain, loss = train(tx, mesh, jax.jit(make_step(tx, exact_loss)))
+
+    def train_step(state, batch):
+        params, opt_state = state
+        loss, grads = jd.local_value_and_grad(exact_loss, axis="dcn")(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), jax.lax.pmean(loss, "dcn")
+
+    mapped, wanted = train(tx, mesh, jd.distribute(train_step, mesh, axis="dcn"))
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
+    assert_close(plain[0], mapped[0], 1e-4)
+
+
+@pytest.mark.slow
+@KINDS
+def test_shardings_stay(kind):
+    mesh, tx = make_mesh(kind), make_tx(jd.error_feedback(jd.compressed(jd.top_k(0.25))), specs=SPECS)
+    step = jax.jit(make_step(tx), donate_argnums=0)
+    with jax.set_mesh(mesh):
+        wanted = [x.sharding for x in jax.tree.leaves(make_state(tx, mesh))]
+    state, _ = train(tx, mesh, step)
+    for leaf, before in zip(jax.tree.leaves(state), wanted, strict=True):
+        assert leaf.sharding.is_equivalent_to(before, leaf.ndim)
+
+
+@pytest.mark.slow
+@KINDS
+def test_local_steps_between_slices_keep_the_shardings_inside(kind):
+    """In `distribute`, since the slices have parameters of their own."""
+    mesh = make_mesh(kind)
+    tx = jd.local_sgd.diloco(optax.adam(1e-2), sync_period=2, axis="dcn")
+
+    def train_step(state, batch):
+        loss, grads = jd.local_value_and_grad(exact_loss, axis="dcn")(state["params"], batch)
+        updates, opt_state = tx.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt_state}, jax.lax.pmean(loss, "dcn")
+
+    def build():
+        return {"params": jd.PerWorker(make_params()), "opt": tx.init(make_params())}
+
+    step = jd.distribute(train_step, mesh, axis="dcn")
+    with jax.set_mesh(mesh):
+        state = jd.init_state(build, mesh, axis="dcn", specs=SPECS)
+        # A device sends its quarter of the drift in a round, and 4 bytes of each loss.
+        assert between_slices(step.lower(state, batch(mesh)).compile(), mesh) == 4 * ((PARAMETERS - 16) / 4 + 16) + 4
+        state, _ = step(state, batch(mesh))
+    up = state["params"].value["layers"]["up"]
+    assert up.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("dcn", None, "fsdp", "model")), up.ndim)
+
+
+@pytest.mark.slow
+def test_delay_and_micro_batches():
+    mesh = make_mesh()
+    tx = make_tx(jd.exact(), delay=1)
+    state, _ = train(tx, mesh, jax.jit(make_step(tx)), steps=1)
+    assert_close(state[0], make_params())
+    whole, parts = (
+        jax.jit(jd.transforms.per_worker_value_and_grad(exact_loss, axis="dcn", micro_batches=k)) for k in (1, 2)
+    )
+    with jax.set_mesh(mesh):
+        (a, g), (b, h) = (f(make_params(), batch(mesh)) for f in (whole, parts))
+    assert float(a) == pytest.approx(float(b), rel=1e-5)
+    assert g["norm"].value.shape == (2, 16)
+    assert_close(g["norm"].value, h["norm"].value, 1e-5)
+
+
+@pytest.mark.slow
+def test_accumulate_opens_a_map_too():
+    mesh = make_mesh()
+    inner = make_tx(jd.exact(), specs=SPECS)
+    tx = jd.accumulate(inner, 2, axis="dcn")
+    state, _ = train(tx, mesh, jax.jit(make_step(tx)), steps=1)
+    assert_close(state[0], make_params())
+    both, _ = train(tx, mesh, jax.jit(make_step(tx)), steps=2)
+    assert not np.allclose(both[0]["table"], make_params()["table"])
+
+
+def test_auxiliary_data_are_merged():
+    def loss(w, x):
+        return (w * x).mean(), {"mean": x.mean(), "count": jnp.sum(x > 1), "any": (x > 3).any()}
+
+    with jax.set_mesh(make_mesh()):
+        f = jax.jit(jd.transforms.per_worker_value_and_grad(loss, axis="dcn", has_aux=True))
+        (value, aux), gradient = f(jnp.ones(()), jnp.arange(1.0, 5.0))
+    assert (float(value), float(aux["mean"]), int(aux["count"]), bool(aux["any"])) == (2.5, 2.5, 3, True)
+    assert gradient.value.tolist() == [1.5, 3.5]
+
+
+def test_gradients_that_are_summed_already_are_refused():
+    """Under plain jit autodiff has sent them in full."""
+    tx = make_tx(jd.exact(), specs=SPECS)
+
+    def step(state, batch):
+        params, opt_state = state
+        grads = jax.grad(loss_fn)(params, batch)
+        return tx.update(grads, opt_state, params)
+
+    mesh = make_mesh()
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"jax.grad has summed them already.*nothing is left.*keep-y"),
+    ):
+        jax.jit(step)(make_state(tx, mesh), batch(mesh))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_constraints_over_the_workers_are_refused_by_name(kind):
+    def loss(w, x):
+        return reshard(x * w, ("dcn", "fsdp")).mean()
+
+    with jax.set_mesh(make_mesh(kind)):
+        of_workers = jax.jit(jd.transforms.per_worker_value_and_grad(loss, axis="dcn"))
+        with pytest.raises(
+            ValueError, match=r"a sharding constraint in the loss names axis 'dcn'.*leave it out, P\('fsdp'\)"
+        ):
+            of_workers(jnp.ones(()), batch(make_mesh(kind)) * 1.0)
+
+
+def test_what_needs_another_place_is_refused():
+    of_workers = jd.transforms.per_worker_value_and_grad(loss_fn, axis="dcn")
+    with pytest.raises(ValueError, match=r"the axis 'dcn', but it is not set: call jax.set_mesh"):
+        of_workers(make_params(), jnp.zeros(16, jnp.int32))
+    with jax.set_mesh(make_mesh()):
+        with pytest.raises(ValueError, match=r"the axis 'data', but it has the axes \('dcn', 'fsdp', 'model'\)"):
+            jd.transforms.per_worker_value_and_grad(loss_fn)(make_params(), jnp.zeros(16, jnp.int32))
+        with pytest.raises(ValueError, match=r"batch of shape \(15,\) does not divide among 2 workers"):
+            of_workers(make_params(), jnp.zeros(15, jnp.int32))
+        tx = make_tx(jd.exact())
+        state, (_, grads) = make_state(tx, make_mesh()), jax.jit(of_workers)(make_params(), batch(make_mesh()))
+        with pytest.raises(ValueError, match="examples= is the number of one worker"):
+            tx.update(grads, state[1], state[0], examples=3)
+        with pytest.raises(ValueError, match="some gradients are marked PerWorker and others"):
+            tx.update({**grads, "norm": grads["norm"].value}, state[1], state[0])
+
+    def mapped(state, batch):
+        return state, jax.lax.pmean(of_workers(state, batch)[0], "dcn")
+
+    with pytest.raises(ValueError, match="axis 'dcn' is mapped here"):
+        jd.distribute(mapped, make_mesh(), axis="dcn")(
+            jd.place(make_params(), make_mesh(), axis="dcn"), batch(make_mesh())
+        )
