@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 import pytest
-from multiprocess import LIMIT, free_port
 from paths import REPOSITORY, SUPPORT
+from real_processes import LIMIT, free_port
 
 SCRIPT = SUPPORT / "scripts" / "neighbors.py"
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from multiprocess import LIMIT
+from real_processes import LIMIT
 from two_processes import run_two_processes
 
 # The columns of `scripts/maxima.py`.

@@ -12,8 +12,8 @@ import time
 
 import numpy as np
 import pytest
-from multiprocess import LIMIT, free_port
 from paths import REPOSITORY, SUPPORT
+from real_processes import LIMIT, free_port
 from register import CASES
 
 
