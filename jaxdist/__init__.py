@@ -24,6 +24,7 @@ from . import schedule as schedule
 from . import topology as topology
 from . import transforms as transforms
 from . import zero as zero
+from ._core.suggestions import suggest_names as _suggest_names
 from .compressors import qsgd as qsgd
 from .compressors import top_k as top_k
 from .decentralized import gossip as gossip
@@ -54,3 +55,5 @@ from .transforms import skip_nonfinite as skip_nonfinite
 from .zero import zero_redundancy as zero_redundancy
 
 __version__ = "0.1.0"
+
+_suggest_names()
