@@ -441,10 +441,10 @@ def _parse_quantity(text: str, units: dict[str, float]) -> float | None:
     return float(match[1]) * units[match[2]] if match and match[2] in units else None
 
 
-def parse_links(text: str | None) -> links.Links:
+def parse_links(text: str | None, *, nic: bool = False) -> links.Links:
     """Makes the links of a simulation; None spells messages that take no time."""
     if text is None:
         return links.instant()
     # α-β: a message of n bytes takes latency + n / bandwidth.
     link = parse_link(text)
-    return links.alpha_beta(float(link.latency), float(link.bandwidth))
+    return links.alpha_beta(float(link.latency), float(link.bandwidth), nic=nic)
