@@ -15,7 +15,7 @@ COMMANDS = re.findall(
 )
 # The same runs, but shorter.
 SHORT = {"--steps": ["2"], "--seeds": ["2"], "--devices": ["2"], "--seconds": ["0.5"], "--evaluations": ["4"]}
-SHORT |= {"--rates": ["0.4"]}
+SHORT |= {"--rates": ["0.4"], "--rule": ["ringmaster:8"]}
 SMALL = ["--model", "convnet:1", "--batch", "4"]
 
 
