@@ -35,7 +35,9 @@ def seconds_to(result: replay.Result, target: float) -> float:
 
 
 def final_loss(result: replay.Result) -> float:
-    """The mean of the last evaluations; infinite if the run has diverged."""
+    """The mean of the last evaluations; infinite if the run has diverged, and NaN if there was none."""
+    if not len(result.losses):
+        return np.nan
     return np.inf if has_diverged(result) else float(np.mean(result.losses[-LAST:]))
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -20,18 +21,26 @@ NOTE = (
 )
 
 
-class _Numbers:
+class _Numbers(NamedTuple):
     """What is shown of a rule, an entry for each seed."""
 
-    def __init__(self, swept: Swept, target: float | None) -> None:
-        runs = swept.runs
-        self.seconds = np.array([seconds_to(run, target) for run in runs]) if target is not None else np.array([])
-        self.losses = np.array([final_loss(run) for run in runs])
-        found = [staleness(swept.name, run.trace) for run in runs]
-        # A rule that has used no gradient has no staleness.
-        self.staleness = np.array([old.mean() if len(old) else np.nan for old in found])
-        self.computing = np.array([run.computing.mean() for run in runs])
-        self.bytes = np.array([run.sent.sum() / max(1, len(run.trace.gradients)) for run in runs])
+    seconds: np.ndarray  # to the target; empty without one
+    losses: np.ndarray  # at the end
+    staleness: np.ndarray  # NaN of a run that has used no gradient
+    computing: np.ndarray
+    bytes: np.ndarray  # of all workers, for each gradient
+
+
+def _count(swept: Swept, target: float | None) -> _Numbers:
+    runs = swept.runs
+    found = [staleness(swept.name, run.trace) for run in runs]
+    return _Numbers(
+        seconds=np.array([seconds_to(run, target) for run in runs] if target is not None else []),
+        losses=np.array([final_loss(run) for run in runs]),
+        staleness=np.array([old.mean() if len(old) else np.nan for old in found]),
+        computing=np.array([run.computing.mean() for run in runs]),
+        bytes=np.array([run.sent.sum() / max(1, len(run.trace.gradients)) for run in runs]),
+    )
 
 
 def sweep_table(swept: Sequence[Swept], target: float | None, labels: Mapping[str, str] = NO_LABELS) -> Table:
@@ -41,7 +50,7 @@ def sweep_table(swept: Sequence[Swept], target: float | None, labels: Mapping[st
     judged = ["held-out loss"] if target is None else [f"seconds to {target:g}", f"times sooner than {shown[0]}"]
     headings = [*(["rate"] if rates else []), *judged, "staleness", "computing", "sent a gradient"]
     table = new_table("rule", headings, caption=NOTE)
-    numbers = [_Numbers(one, target) for one in swept]
+    numbers = [_count(one, target) for one in swept]
     times = np.concatenate([each.seconds for each in numbers])
     longest = np.max(times[np.isfinite(times)], initial=1e-9)
     for name, one, each in zip(shown, swept, numbers, strict=True):
@@ -73,7 +82,7 @@ def _times_sooner(numbers: _Numbers, baseline: _Numbers) -> float:
 
 def sweep_records(swept: Sequence[Swept], target: float | None) -> list[Record]:
     """The numbers of `sweep_table`, for a program."""
-    numbers = [_Numbers(one, target) for one in swept]
+    numbers = [_count(one, target) for one in swept]
     records = []
     for one, each in zip(swept, numbers, strict=True):
         record: dict[str, object] = {"rule": one.name, "rate": one.rate, "seeds": len(one.runs), "target": target}
@@ -110,7 +119,7 @@ def draw_sweep(
         length = min(len(run.losses) for run in one.runs)
         rows = np.array([run.losses[:length] for run in one.runs])
         figures.draw_band(curves, one.runs[0].times[:length], rows, color)
-        numbers = _Numbers(one, target)
+        numbers = _count(one, target)
         values = numbers.losses if target is None else numbers.seconds
         if np.isfinite(values).all():
             spread = deviation(values)

@@ -108,6 +108,16 @@ def test_one_command_leaves_a_table_and_a_figure(tmp_path, capsys):
     assert (tmp_path / "new/f.pdf").read_bytes().startswith(b"%PDF")
 
 
+def test_a_single_run_leaves_a_table_too_without_a_model(tmp_path, capsys):
+    arguments = ["--timing-only", "--seed", str(2**32 - 1), "--out", str(tmp_path), "--label", "bsp=Synchronous"]
+    for suffix in (".csv", ".tex"):
+        assert cli.main([*SMALL, *arguments, "--table", str(tmp_path / f"t{suffix}")]) == 0
+    with (tmp_path / "t.csv").open(newline="") as file:
+        asgd, bsp = csv.DictReader(file)
+    assert (asgd["rule"], asgd["held_out_loss_mean"], bsp["rule"]) == ("asgd", "nan", "bsp")
+    assert "\nSynchronous & " in (tmp_path / "t.tex").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

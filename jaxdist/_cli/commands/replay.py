@@ -180,7 +180,7 @@ def _check(chosen: ReplayOptions) -> None:
     if chosen.seconds > LONGEST:
         raise ValueError(f"--seconds must be at most {LONGEST:g}, which is 292 years, got {chosen.seconds:g}")
     # One more seed chooses the rates.
-    for seed in (chosen.seed, chosen.seed + chosen.seeds):
+    for seed in (chosen.seed, chosen.seed + chosen.seeds - 1 + bool(chosen.rates)):
         check_seed(seed)
     if not chosen.rule:
         raise ValueError("--rule needs at least one name")
