@@ -15,6 +15,8 @@ from . import runtime as runtime
 from . import schedule as schedule
 from . import topology as topology
 from . import transforms as transforms
+from ._core.suggestions import refuse_name as _refuse_name
+from ._core.suggestions import suggest_names as _suggest_names
 from .compressors import qsgd as qsgd
 from .compressors import top_k as top_k
 from .processes import initialize as initialize
@@ -80,14 +82,17 @@ else:
     _ROOM_OF = {"gossip": "decentralized", "local_steps": "local_sgd", "zero_redundancy": "zero"}
 
     def __getattr__(name: str) -> Any:
-        if name in _ROOMS:
-            return importlib.import_module(f".{name}", __name__)
-        if name in _ROOM_OF:
-            return getattr(importlib.import_module(f".{_ROOM_OF[name]}", __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _ROOMS and name not in _ROOM_OF:
+            _refuse_name(__name__, name)
+        room = importlib.import_module(f".{_ROOM_OF.get(name, name)}", __name__)
+        # Of this room, and of those that it has imported.
+        _suggest_names()
+        return getattr(room, name) if name in _ROOM_OF else room
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_ROOMS, *_ROOM_OF})
 
 
 __version__ = "0.1.0"
+
+_suggest_names()

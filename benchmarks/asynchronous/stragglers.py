@@ -35,15 +35,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdist._cli.commands.replay import make_task, staleness
+from jaxdist._cli import sweep
+from jaxdist._cli.commands.replay import make_task
 from jaxdist._cli.models.digits import Digits, equal_parts, splits
 from jaxdist._cli.spellings import parse
 from jaxdist.asynchronous import Rule, durations, links, replay
 
 BATCH, GRADIENT, SPREAD, FACTOR = 16, 5e-3, 0.2, 6
-GRID, PERSIST, TARGET = 1e-2, 3, 0.2
-HORIZON, FIXED, PIECE = 6.0, 3.0, 0.1
-DIVERGED, LAST = 4.0, 20
+GRID, TARGET = 1e-2, 0.2
+HORIZON, FIXED = 6.0, 3.0
 RATES = (1.6, 0.8, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625)
 TUNING_SEED = 100
 PIECES = {"task_allocation": 4}  # gradients of a quarter of the images, which take a quarter of the time
@@ -218,8 +218,9 @@ def clock_of(rule: Rule, scene: Scene, rate: float, seed: int) -> replay.Simulat
     return replay.simulator(rule, task, evaluate_every=GRID, record_events=False, **settings)
 
 
-def to_target(result: replay.Result) -> float:
-    return replay.time_to_target(result, TARGET, persist=PERSIST)
+def goal_of(scene: Scene) -> sweep.Goal:
+    """The target, or a fixed time where data differ."""
+    return sweep.Goal(HORIZON, TARGET) if scene.skew is None else sweep.Goal(FIXED, None)
 
 
 def rule_of(name: str, scene: Scene, rate: float) -> Rule:
@@ -229,48 +230,24 @@ def rule_of(name: str, scene: Scene, rate: float) -> Rule:
 
 
 def tune_rate(name: str, scene: Scene) -> tuple[float, dict[float, float]]:
-    """The rate that reaches the target first, or is lowest in the end where data differ: all rates side by side."""
+    """The rate that reaches the target first, or is lowest in the end where data differ."""
     clocks = {rate: clock_of(rule_of(name, scene, rate), scene, rate, TUNING_SEED) for rate in scene.rates}
-    states = {rate: clock.init() for rate, clock in clocks.items()}
-    found: dict[float, float] = {}
-    now = 0.0
-    while now < (HORIZON if scene.skew is None else FIXED):
-        now += PIECE
-        for rate in list(states):
-            states[rate] = clocks[rate].advance(states[rate], seconds=now)
-            result = clocks[rate].result(states[rate])
-            if not result.losses[-1] < DIVERGED:
-                del states[rate]
-                found.pop(rate, None)
-            elif scene.skew is not None:
-                found[rate] = float(np.mean(result.losses[-LAST:]))
-            elif np.isfinite(to_target(result)):
-                found[rate] = to_target(result)
-        if scene.skew is None and found:
-            break  # every other rate is slower
-    return min(found, key=lambda rate: (found[rate], rate), default=scene.rates[-1]), found
+    return sweep.tune_rate(clocks, goal_of(scene))
 
 
 def run(name: str, scene: Scene, rate: float, seed: int) -> dict[str, Any]:
     """One run: to the target, or for a fixed time where data differ."""
     rule = rule_of(name, scene, rate)
-    clock = clock_of(rule, scene, rate, seed)
-    state, now, result = clock.init(), 0.0, None
-    while result is None or (result.losses[-1] < DIVERGED and now < (HORIZON if scene.skew is None else FIXED)):
-        now += PIECE
-        state = clock.advance(state, seconds=now)
-        result = clock.result(state)
-        if scene.skew is None and np.isfinite(to_target(result)):
-            break
-    reached, gradients = to_target(result), result.trace.gradients
-    old = staleness(name.partition("/")[0], result.trace)
+    result = sweep.run_to_goal(clock_of(rule, scene, rate, seed), goal_of(scene))
+    reached, gradients = sweep.seconds_to(result, TARGET), result.trace.gradients
+    old = sweep.staleness(name.partition("/")[0], result.trace)
     counted = float((gradients.tick <= reached * result.ticks_per_second).sum()) if np.isfinite(reached) else math.inf
     size = BATCH // PIECES.get(rule.name, 1)
     problem, model = problem_of(scene.workers, scene.skew, scene.hidden, size), result.params["model"]
     return {
         "seconds": reached,
         "samples": size * counted,
-        "loss": float(np.mean(result.losses[-LAST:])) if result.losses[-1] < DIVERGED else math.inf,
+        "loss": sweep.final_loss(result),
         "slow worker's loss": float(problem.own(model)),
         "accuracy": float(problem.accuracy(model)),
         "gradients a second": len(gradients) / result.seconds,

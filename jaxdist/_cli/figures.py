@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -21,6 +22,8 @@ MARKERS = "osD^vPX*"
 NAME_WIDTH = 20  # letters of a name on a line, where a terminal has no room for all of it
 PADDING = 2  # spaces of a column in a table
 MARGIN = 1.2  # inches of a figure above and below its panels
+SUFFIXES = (".png", ".pdf", ".svg")
+VECTOR = {".pdf": "CreationDate", ".svg": "Date"}  # the name of the date among the metadata
 
 
 def color_of(number: int) -> str:
@@ -100,21 +103,36 @@ def count_seconds(axis: Axis) -> None:
     axis.set_minor_formatter("{x:g}")
 
 
-def draw_range(axes: Axes, x: float, values: np.ndarray, *, markersize: int = 6, **style: Any) -> None:
-    """Draws the mean over seeds as a point and their range as a bar."""
-    mean = values.mean()
-    # matplotlib takes the lengths below and above the point, not the ends.
-    bar = [[mean - values.min()], [values.max() - mean]]
-    axes.errorbar(x, mean, yerr=bar, markersize=markersize, linewidth=0.9, **style)
+def deviation(values: np.ndarray, axis: int = 0) -> np.ndarray | np.floating[Any]:
+    """The standard deviation over seeds, that of a sample; zeros of a single seed."""
+    many = values.shape[axis] > 1
+    # Runs that diverged have infinite losses.
+    with np.errstate(invalid="ignore"):
+        return values.std(axis=axis, ddof=1) if many else np.zeros_like(values.mean(axis=axis))
+
+
+def draw_deviation(axes: Axes, x: float, values: np.ndarray, *, markersize: int = 6, **style: Any) -> None:
+    """Draws the mean over seeds as a point and their standard deviation as a bar."""
+    axes.errorbar(x, values.mean(), yerr=deviation(values), markersize=markersize, linewidth=0.9, **style)
+
+
+def draw_band(axes: Axes, x: Any, rows: np.ndarray, color: str, *, label: str | None = None) -> None:
+    """Draws the mean of the rows, one for each seed, as a line, and their standard deviation behind it."""
+    mean, spread = rows.mean(axis=0), deviation(rows)
+    axes.plot(x, mean, color=color, linewidth=1.8, label=label)
+    if len(rows) > 1:
+        axes.fill_between(x, mean - spread, mean + spread, color=color, alpha=0.18, linewidth=0)
 
 
 def wrap_name(name: str, width: int) -> str:
-    """Breaks the spelling of a method into lines, after commas and slashes if it can.
+    """Breaks the spelling of a method into lines, after commas and slashes if it can; a label at its spaces.
 
     Examples:
       >>> wrap_name("diloco:H=50,fragments=4/qsgd:4", 26).splitlines()
       ['diloco:H=50,fragments=4/', 'qsgd:4']
     """
+    if " " in name:
+        return textwrap.fill(name, width, break_on_hyphens=False)
     # A space is where `textwrap` breaks; spellings have none.
     lines = textwrap.wrap(re.sub(r"([,/])", r"\1 ", name), width, break_on_hyphens=False)
     return "\n".join(line.replace(" ", "") for line in lines)
@@ -183,9 +201,19 @@ def in_rate(bandwidth: float) -> str:
 
 
 def write(figure: Figure, path: str | Path) -> Path:
-    """Writes the PNG and returns its path."""
+    """Writes the figure in the form of the suffix and returns its path.
+
+    A PDF and an SVG are for a paper, whose caption has the settings: the title is in their metadata alone.
+    """
     path = Path(path)
-    figure.savefig(path, dpi=150)
+    metadata: dict[str, Any] = {}
+    if path.suffix in VECTOR:
+        # Without a date, so that equal figures are equal files.
+        metadata = {"Title": " ".join(figure.get_suptitle().split()), VECTOR[path.suffix]: None}
+        figure.suptitle("")
+    # Fonts that publishers take, and text that can be edited and searched.
+    with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "jaxdist"}):
+        figure.savefig(path, dpi=150, metadata=metadata)
     return path
 
 

@@ -19,7 +19,7 @@ def draw_compare(
 ) -> Path:
     """Draws the training loss of several methods against bytes sent and against steps; the first one is black.
 
-    Each method has a run for every seed: a line is their mean, and the band around it their range.
+    Each method has a run for every seed: a line is their mean, and the band around it their standard deviation.
     """
     figure, (by_bytes, by_step) = figures.two_panels(title)
     ends = []
@@ -30,9 +30,9 @@ def draw_compare(
         loss, steps = losses.mean(axis=0), [record.step for record in seeds[0].records]
         # A single worker sends nothing, which a logarithmic axis cannot show.
         if sent[-1] > 0:
-            _draw_band(by_bytes, sent, losses, color)
+            figures.draw_band(by_bytes, sent, losses, color)
             by_bytes.plot(sent[-1], loss[-1], "o", color=color, markersize=6)
-        _draw_band(by_step, steps, losses, color)
+        figures.draw_band(by_step, steps, losses, color)
         per_step = float(np.mean([result.wire_bytes for result in seeds]))
         text = figures.describe(seeds[0].name, f"{in_bytes(per_step)} a step", separator="   ", width=54)
         ends.append((loss[-1], text, color))
@@ -45,13 +45,6 @@ def draw_compare(
     by_step.set_ylim(by_bytes.get_ylim())
     figures.label_ends(by_step, ends)
     return figures.write(figure, path)
-
-
-def _draw_band(axes: Axes, x: np.ndarray | Sequence[int], losses: np.ndarray, color: str) -> None:
-    """Draws the mean of the rows of `losses` as a line, and their range behind it."""
-    axes.plot(x, losses.mean(axis=0), color=color, linewidth=1.8)
-    if len(losses) > 1:
-        axes.fill_between(x, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.18, linewidth=0)
 
 
 def draw_train(
@@ -96,7 +89,7 @@ def _limit_to_start(axes: Axes, results: Sequence[RunResult]) -> None:
 def draw_seeds(spreads: Sequence[SeedSpread], path: str | Path, *, title: str, unit: str) -> Path:
     """Draws the held-out loss, and every other metric, against the bytes of a step.
 
-    A point is the mean over the seeds, its bar the range. A line joins the reducers on the Pareto front.
+    A point is the mean over the seeds, its bar the standard deviation. A line joins the reducers on the Pareto front.
     """
     # The loss comes first: every workload has one.
     keys = sorted(spreads[0].held_out, key=lambda key: key != "loss")
@@ -123,7 +116,7 @@ def _draw_metric(axes: Axes, spreads: Sequence[SeedSpread], key: str, families: 
         # A diverged run has no place on the axis.
         if not np.isfinite(values).all():
             continue
-        figures.draw_range(axes, spread.wire_bytes, values, color=color_of(family), marker=marker_of(family))
+        figures.draw_deviation(axes, spread.wire_bytes, values, color=color_of(family), marker=marker_of(family))
         at = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 7.5, "color": color_of(family)}
         axes.annotate(str(number + 1), (spread.wire_bytes, values.mean()), **at)
     # A reducer that fails leaves the panel instead of flattening the others: show the best 85 percent.
@@ -159,7 +152,7 @@ def draw_periods(cells: Sequence[Cell], path: str | Path, *, title: str, unit: s
         by_bytes.plot(sent, [values.mean() for values in losses], color=color, linewidth=1.2)
         for cell, total, values in zip(own, sent, losses, strict=True):
             style = {"color": color, "marker": markers[cell.period], "markersize": 6 if cell.period else 10}
-            figures.draw_range(by_bytes, total, values, **style)
+            figures.draw_deviation(by_bytes, total, values, **style)
     by_bytes.axhline(cells[0].spread.held_out["loss"].mean(), color=GREY, linewidth=0.8, linestyle=":")
     figures.scale_by_log_bytes(by_bytes, "sent by each worker in the whole run")
     figures.label(by_bytes, "loss against bytes", ylabel=f"held-out loss ({unit})")

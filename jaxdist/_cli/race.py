@@ -254,7 +254,7 @@ def draw_race(
 ) -> Path:
     """Draws the held-out loss against predicted time, with a panel for each link; the first method is black.
 
-    Lines are means over the seeds, bands their range. A dot is where a line reaches the target.
+    Lines are means over the seeds, bands their standard deviation. A dot is where a line reaches the target.
     """
     columns = min(2, len(links))
     rows = math.ceil(len(links) / columns)
@@ -264,10 +264,7 @@ def draw_race(
         figures.open_axes(axes, grid="both")
         for number, entrant in enumerate(entrants):
             (steps, losses), step = entrant.curve, step_seconds(entrant.cost, link)
-            axes.plot(step * steps, losses.mean(axis=0), color=color_of(number), linewidth=1.8, label=entrant.name)
-            if len(losses) > 1:
-                low, high = losses.min(axis=0), losses.max(axis=0)
-                axes.fill_between(step * steps, low, high, color=color_of(number), alpha=0.18, linewidth=0)
+            figures.draw_band(axes, step * steps, losses, color_of(number), label=entrant.name)
             end = step * step_at(steps, losses.mean(axis=0), target)
             if math.isfinite(end):
                 axes.plot(end, target, "o", color=color_of(number), markersize=6)

@@ -20,7 +20,7 @@ from .._core.checks import check_range
 from ..processes.preemption import preemption_requested
 from ..runtime.mesh import make_mesh, use_cpu_devices
 from . import results
-from .figures import in_bytes
+from .figures import SUFFIXES, in_bytes
 from .models.base import Workload, check_batch, parameters_of
 from .spellings import parse
 from .training import train
@@ -271,6 +271,25 @@ def check_folder(option: str, folder: Path) -> None:
     for part in (folder, *folder.parents):
         if part.exists() and not part.is_dir():
             raise ValueError(f"{option} needs a folder {str(part)!r}, which is a file: give another path")
+
+
+def check_figure(path: Path | None) -> None:
+    """Raises ValueError, before any work, if no figure can be written there or in the form of the suffix."""
+    if path is None:
+        return
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"--figure must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
+    check_folder(f"--figure {path}", path.parent)
+
+
+def figure_path(chosen: Path | None, folder: Path, name: str, part: str = "") -> Path:
+    """The path of a figure: `name` in a folder, or the one of `--figure`, with `part` before its suffix.
+
+    Folders are made, so that a path that cannot be written fails before the work.
+    """
+    if chosen is None:
+        return path_in(folder, name)
+    return path_in(chosen.parent, f"{chosen.stem}{part}{chosen.suffix}")
 
 
 def path_in(folder: Path, name: str) -> Path:

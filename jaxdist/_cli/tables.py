@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from .figures import in_bytes, new_table
+from .figures import deviation, in_bytes, new_table
 from .models.base import Workload
 from .results import RunResult, summarize, times_fewer
 from .running import check_folder
 from .training.suites import Cell, SeedSpread, pareto_front
 
-CAPTION = (
-    "Bytes: sent by one worker, and as many received, read from the compiled step.\n"
-    "Milliseconds: median on this machine's devices."
-)
+CAPTION = "Bytes: sent by one worker, and as many received, read from the compiled step."
+# Of the machine, and not of the method: such columns and lines are on the terminal, and in CSV files, alone.
+HERE = "ms/step"
+HERE_CAPTION = "Milliseconds: median on this machine's devices."
 SEEDS_CAPTION = (
-    "Mean over the seeds and half of their range; differences are taken seed by seed.\n"
+    "Mean ± standard deviation over the seeds; differences are taken seed by seed.\n"
     "*: no other has both fewer bytes and a lower loss."
 )
 PERIODS_CAPTION = (
@@ -60,8 +60,8 @@ def runs_table(finished: Sequence[RunResult], baseline: RunResult | None, units:
     versus = [f"against {baseline.name}"] if baseline else []
     fewer = ["fewer bytes"] if baseline else []
     each = [units.heading()] if units else []
-    headings = ["bytes a step", *each, *fewer, "train loss", "held-out loss", *versus, *extra, "ms/step"]
-    table = new_table("reducer", headings, caption=CAPTION)
+    headings = ["bytes a step", *each, *fewer, "train loss", "held-out loss", *versus, *extra, HERE]
+    table = new_table("reducer", headings, caption=f"{CAPTION}\n{HERE_CAPTION}")
     for result in finished:
         summary = summarize(result, baseline)
         cells = [in_bytes(summary.wire_bytes_per_step)]
@@ -79,11 +79,11 @@ def seeds_table(spreads: Sequence[SeedSpread], units: Units | None = None) -> Ta
     extra = [name for name in spreads[0].held_out if name != "loss"]
     each = [units.heading()] if units else []
     versus = ["fewer bytes", "held-out loss", f"against {spreads[0].name}"]
-    headings = ["bytes a step", *each, *versus, *extra, "ms/step"]
+    headings = ["bytes a step", *each, *versus, *extra, HERE]
     table = new_table("reducer", headings, caption=SEEDS_CAPTION)
     best = pareto_front(spreads)
     for spread in spreads:
-        more = [_with_range(spread.held_out[name]) for name in extra]
+        more = [with_deviation(spread.held_out[name]) for name in extra]
         sent, *versus = _compare_loss(spread, spreads[0])
         of_unit = [units.share(spread.wire_bytes)] if units else []
         cells = [sent, *of_unit, *versus, *more, f"{spread.milliseconds:,.0f}"]
@@ -93,7 +93,7 @@ def seeds_table(spreads: Sequence[SeedSpread], units: Units | None = None) -> Ta
 
 def periods_table(cells: Sequence[Cell]) -> Table:
     """Methods that synchronize every `H` steps; the first cell is the baseline."""
-    versus = ["held-out loss", "against exact", "in %", "ms/step"]
+    versus = ["held-out loss", "against exact", "in %", HERE]
     headings = ["H", "rate", "bytes a step", "fewer bytes", "in rounds", *versus]
     table = new_table("method", headings, caption=PERIODS_CAPTION)
     exact = cells[0].spread
@@ -107,8 +107,8 @@ def periods_table(cells: Sequence[Cell]) -> Table:
 
 def _compare_loss(spread: SeedSpread, baseline: SeedSpread) -> list[str]:
     """Bytes, how many times fewer than the baseline's, held-out loss, and its difference from the baseline's."""
-    ratio, loss = times_fewer(spread.wire_bytes, baseline.wire_bytes), _with_range(spread.held_out["loss"])
-    return [in_bytes(spread.wire_bytes), _in_times(ratio), loss, _with_range(spread.difference, sign="+")]
+    ratio, loss = times_fewer(spread.wire_bytes, baseline.wire_bytes), with_deviation(spread.held_out["loss"])
+    return [in_bytes(spread.wire_bytes), _in_times(ratio), loss, with_deviation(spread.difference, sign="+")]
 
 
 def _in_times(ratio: float) -> str:
@@ -120,9 +120,10 @@ def _fewer_in_rounds(cell: Cell, baseline: Cell) -> float:
     return times_fewer(cell.rounds_bytes, baseline.rounds_bytes)
 
 
-def _with_range(values: np.ndarray, *, sign: str = "") -> str:
-    spread = f" ±{(values.max() - values.min()) / 2:.4f}" if len(values) > 1 else ""
-    return f"{values.mean():{sign}.4f}{spread}"
+def with_deviation(values: np.ndarray, form: str = ".4f", *, sign: str = "") -> str:
+    """The mean over the seeds and their standard deviation."""
+    spread = f" ±{deviation(values):{form}}" if len(values) > 1 else ""
+    return f"{values.mean():{sign}{form}}{spread}"
 
 
 def run_records(finished: Sequence[RunResult], baseline: RunResult | None, units: Units | None = None) -> list[Record]:
@@ -156,9 +157,9 @@ def _record_of(spread: SeedSpread, baseline: SeedSpread) -> Record:
     record["wire_bytes_per_step"] = spread.wire_bytes
     record["times_fewer_bytes"] = times_fewer(spread.wire_bytes, baseline.wire_bytes)
     for key, values in (metrics | {"difference": spread.difference}).items():
-        # The deviation of a sample: of a single seed it is unknown.
-        deviation = values.std(ddof=1) if len(values) > 1 else float("nan")
-        spans = {"mean": values.mean(), "std": deviation, "min": values.min(), "max": values.max()}
+        # Of a single seed it is unknown.
+        std = deviation(values) if len(values) > 1 else float("nan")
+        spans = {"mean": values.mean(), "std": std, "min": values.min(), "max": values.max()}
         record |= {f"{key}_{name}": float(value) for name, value in spans.items()}
     return record | {"step_milliseconds": spread.milliseconds}
 
@@ -194,7 +195,10 @@ def make_folder(path: Path | None) -> None:
 
 
 def write_table(table: Table, records: Sequence[Record], path: Path) -> Path:
-    """Writes a table by the suffix of `path`: the numbers as CSV, or the rows as shown in markdown or LaTeX."""
+    """Writes a table by the suffix of `path`: the numbers as CSV, or the rows as shown in markdown or LaTeX.
+
+    Times of this machine are no property of a method, and in a CSV file alone.
+    """
     check_table(path)
     make_folder(path)
     if path.suffix == ".csv":
@@ -204,11 +208,13 @@ def write_table(table: Table, records: Sequence[Record], path: Path) -> Path:
             writer.writerows(records)
         return path
     # A heading of two lines on the terminal is one here.
-    headings = [" ".join(str(column.header).split()) for column in table.columns]
-    rows = [[str(cell).strip() for cell in row] for row in zip(*(column.cells for column in table.columns))]
-    aligned_right = [column.justify == "right" for column in table.columns]
+    columns = [column for column in table.columns if column.header != HERE]
+    headings = [" ".join(str(column.header).split()) for column in columns]
+    rows = [[str(cell).strip() for cell in row] for row in zip(*(column.cells for column in columns))]
+    aligned_right = [column.justify == "right" for column in columns]
     to_text = _to_markdown if path.suffix == ".md" else _to_latex
-    path.write_text(to_text(headings, rows, aligned_right, str(table.caption or "")))
+    caption = str(table.caption or "").replace(f"\n{HERE_CAPTION}", "")
+    path.write_text(to_text(headings, rows, aligned_right, caption))
     return path
 
 
@@ -229,6 +235,9 @@ def _to_latex(headings: list[str], rows: list[list[str]], aligned_right: list[bo
 
 
 def _escape_latex(cell: str) -> str:
+    # A label with a formula or a command is LaTeX already.
+    if "$" in cell or "\\" in cell:
+        return cell
     # Outside of formulas a minus would be a hyphen.
     signed = re.match(r"[+-](?=\d)", cell)
     return (f"${signed[0]}$" if signed else "") + cell[signed.end() if signed else 0 :].translate(_LATEX)

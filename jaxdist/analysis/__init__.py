@@ -17,6 +17,7 @@ from .overlap import Overlap as Overlap
 from .overlap import Overlapped as Overlapped
 from .overlap import Span as Span
 from .overlap import overlap as overlap
+from .references import bibtex as bibtex
 from .transfers import Transfers as Transfers
 from .transfers import transfers as transfers
 from .upcast_collectives import WideSum as WideSum

@@ -96,8 +96,7 @@ def traffic(found: Collectives, *, workers: int, gloo: bool = False) -> Traffic:
       >>> step_time.traffic(base.summarize([mean], []), workers=4, gloo=True).hops
       12.0
 
-    References:
-      `gloo/allreduce.cc` (`ring`) and `xla/backends/cpu/collectives/gloo_communicator.cc`.
+    Sources: `ring` in `gloo/allreduce.cc`, and `xla/backends/cpu/collectives/gloo_communicator.cc`.
     """
     around = cluster(_ANY_CHIP, [(_HOP, workers)])
 

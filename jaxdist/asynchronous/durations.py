@@ -123,7 +123,7 @@ def shifted_exponential(shift: Number, mean: Number) -> Durations:
       True
 
     References:
-      Lee et al., "Speeding up distributed machine learning using codes", arXiv:1512.02673, 2018.
+      Lee et al., "Speeding Up Distributed Machine Learning Using Codes", arXiv:1512.02673, 2018.
     """
     _check_positive(mean=mean)
     check_range("shift", shift, 0, ends="[]")
@@ -279,7 +279,7 @@ def random_slow(base: Durations, *, factor: Number, probability: Number) -> Dura
       [1.0, 6.0]
 
     References:
-      Luo, Lin, Zhuo, Qian, "Hop: heterogeneity-aware decentralized training", arXiv:1902.01064, 2019.
+      Luo, Lin, Zhuo, Qian, "Hop: Heterogeneity-Aware Decentralized Training", arXiv:1902.01064, 2019.
     """
     _check_positive(factor=factor)
     check_range("probability", probability, 0, 1, ends="[]")

@@ -63,8 +63,8 @@ def alpha_beta(
       3.9309
 
     References:
-      Hockney, "The communication challenge for MPP", 1994; Thakur, Rabenseifner, Gropp, "Optimization of collective
-      communication operations in MPICH", 2005.
+      Hockney, "The communication challenge for MPP", 1994; Thakur, Rabenseifner, Gropp, "Optimization of Collective
+      Communication Operations in MPICH", IJHPCA 19(1), 2005.
     """
     alpha, beta = np.asarray(latency, float), np.asarray(1 / np.asarray(bandwidth, float))
     if not ((alpha >= 0) & np.isfinite(alpha)).all():

@@ -6,7 +6,8 @@ ALQ minimizes Ψ over all inner levels, by coordinate descent (`fit_levels`); AM
 the levels `±p^j` (`best_multiplier`).
 
 References:
-  F. Faghri et al., "Adaptive gradient quantization for data-parallel SGD", arXiv:2010.12460, 2020.
+  Faghri, Tabrizian, Markov, Alistarh, Roy, Ramezani-Kebrya, "Adaptive Gradient Quantization for Data-Parallel SGD",
+  arXiv:2010.12460, 2020.
 """
 
 import math

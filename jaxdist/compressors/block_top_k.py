@@ -36,8 +36,9 @@ def block_top_k(density: float, *, block: int = 4096) -> Compressor:
       Array([ 0. , -4. ,  0. ,  0.1,  7. ], dtype=float32)
 
     References:
-      A. Sarfi et al., arXiv:2508.15706 (SparseLoCo).
-      B. Peng et al., "DeMo: decoupled momentum optimization", arXiv:2411.19870, 2024.
+      Sarfi, Thérien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv:2508.15706,
+      2025 (SparseLoCo).
+      Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", arXiv:2411.19870, 2024.
     """
     check_density(density)
     check_count("block", block, 1)

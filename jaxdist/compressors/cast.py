@@ -51,7 +51,7 @@ def cast(dtype: DTypeLike, *, rounding: Rounding = "nearest") -> Compressor:
       Array([ 1.,  1., -3.], dtype=float32)
 
     References:
-      P. Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, 2022.
+      Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, 2022.
     """
     dtype = jnp.dtype(dtype)
     if rounding not in ("nearest", "stochastic"):

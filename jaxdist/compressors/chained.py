@@ -45,7 +45,7 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
       Array([ 0., -4.,  0., 12.], dtype=float32)
 
     References:
-      D. Basu et al., "Qsparse-local-SGD: distributed SGD with quantization, sparsification, and local computations",
+      Basu et al., "Qsparse-local-SGD: distributed SGD with quantization, sparsification, and local computations",
       arXiv:1906.02367, 2019.
     """
     check_compressor(sparse)

@@ -50,8 +50,8 @@ def drive(*, block: int = 256) -> Compressor:
       True
 
     References:
-      S. Vargaftik et al., "DRIVE: one-bit distributed mean estimation", arXiv:2105.08339, 2021.
-      S. J. Szarek, "On the best constants in the Khinchin inequality", Studia Mathematica 58, 1976.
+      Vargaftik et al., "DRIVE: one-bit distributed mean estimation", arXiv:2105.08339, 2021.
+      Szarek, "On the best constants in the Khinchin inequality", Studia Mathematica 58, 1976.
     """
     if block < 8 or block & (block - 1):
         raise ValueError(f"block must be a power of two from 8 on, got {block}")

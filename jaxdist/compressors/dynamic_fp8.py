@@ -59,8 +59,8 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
       True
 
     References:
-      T. Dettmers et al., "8-bit optimizers via block-wise quantization", arXiv:2110.02861, 2021 (blocks, and codes for
-      small and large entries; theirs are a table, and to nearest).
+      Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, 2021
+      (blocks, and codes for small and large entries; theirs are a table, and to nearest).
     """
     check_block(block, rounding)
 

@@ -29,7 +29,7 @@ def e3m0(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
       Array([16.  , -4.  ,  0.25,  0.  ], dtype=float32)
 
     References:
-      A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512, 2025 (the format; the
-      paper does not say how it is scaled, and a scale for each block is ours).
+      Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
+      arXiv:2501.18512, 2025 (the format; the paper does not say how it is scaled, and a scale for each block is ours).
     """
     return largest_exact(E3M0, block, rounding)

@@ -13,9 +13,9 @@ half a bit for each symbol on: about three bytes more for each lane, of 4096 bit
 frequency.
 
 References:
-  P. Elias, "Universal codeword sets and representations of the integers", 1975. J. Duda, "Asymmetric numeral systems:
-  entropy coding combining speed of Huffman coding with compression rate of arithmetic coding", arXiv:1311.2540, 2013.
-  F. Giesen, "Interleaved entropy coders", arXiv:1402.3392, 2014.
+  Elias, "Universal codeword sets and representations of the integers", 1975. Duda, "Asymmetric numeral systems: entropy
+  coding combining speed of Huffman coding with compression rate of arithmetic coding", arXiv:1311.2540, 2013.
+  Giesen, "Interleaved entropy coders", arXiv:1402.3392, 2014.
 """
 
 import functools

@@ -68,9 +68,9 @@ def gspar(
       Array([0., 9., 1., 1., 0., 0.], dtype=float32)
 
     References:
-      J. Wangni et al., "Gradient sparsification for communication-efficient distributed optimization",
-      arXiv:1710.09854, 2017.
-      W. G. Madow, "On the theory of systematic sampling, II", 1949.
+      Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", arXiv:1710.09854,
+      2017.
+      Madow, "On the theory of systematic sampling, II", 1949.
     """
     if (density is None) == (variance is None):
         raise ValueError(f"give either density or variance, got density={density} and variance={variance}")

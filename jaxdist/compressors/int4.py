@@ -29,6 +29,7 @@ def int4(*, block: int = 32, rounding: Rounding = "nearest") -> Compressor:
       (2, Array([ 7., -3.,  0.,  1.], dtype=float32))
 
     References:
-      G. Wang et al., "ZeRO++: extremely efficient collective communication for giant model training", arXiv:2306.10209.
+      Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209,
+      2023.
     """
     return block_integers(4, block, rounding)

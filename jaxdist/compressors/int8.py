@@ -30,6 +30,6 @@ def int8(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
       Array([127.,  -3.,   0.,   1.], dtype=float32)
 
     References:
-      T. Dettmers, "8-bit approximations for parallelism in deep learning", arXiv:1511.04561, 2015.
+      Dettmers, "8-bit approximations for parallelism in deep learning", arXiv:1511.04561, 2015.
     """
     return block_integers(8, block, rounding)

@@ -44,7 +44,7 @@ def min_max_uint8() -> Compressor:
       (Array([  1, 128, 160, 255], dtype=uint8), Array(0.25098..., dtype=float32))
 
     References:
-      S. Gan et al., "BAGUA: scaling up distributed learning with system relaxations", arXiv:2107.01499, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
 
     def compress(x: Array, key: PRNGKeyArray) -> MinMaxPayload:

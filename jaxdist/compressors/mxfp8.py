@@ -27,6 +27,6 @@ def mxfp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", rounding: Rounding = "nea
       Array([ 1.    , -0.3125,  0.    ,  1.75  ], dtype=float32)
 
     References:
-      B. D. Rouhani et al., "Microscaling data formats for deep learning", arXiv:2310.10537, 2023.
+      Rouhani et al., "Microscaling data formats for deep learning", arXiv:2310.10537, 2023.
     """
     return mx_blocks(format_named(format), rounding)

@@ -50,7 +50,7 @@ def natural() -> Compressor:
       (Array([-4.,  0.], dtype=float32), True, True)
 
     References:
-      S. Horváth et al., "Natural compression for distributed deep learning", arXiv:1905.10988, 2019.
+      Horváth et al., "Natural compression for distributed deep learning", arXiv:1905.10988, 2019.
     """
 
     def compress(x: Array, key: PRNGKeyArray) -> NaturalPayload:

@@ -53,8 +53,8 @@ def nuqsgd(
       (2, 0.153)
 
     References:
-      A. Ramezani-Kebrya et al., "NUQSGD: provably communication-efficient data-parallel SGD via nonuniform
-      quantization", arXiv:1908.06077, 2019.
+      Ramezani-Kebrya et al., "NUQSGD: Provably Communication-Efficient Data-Parallel SGD via Nonuniform Quantization",
+      arXiv:1908.06077, 2019.
     """
     check_range("base", base, 0, 1, ends="()")
     if bits not in (2, 3, 4, 8):

@@ -35,7 +35,7 @@ def one_bit(*, contraction: float | int | None = None) -> Compressor:
       >>> reducer = jd.error_feedback(jd.two_shot(one_bit(contraction=0.5)))
 
     References:
-      H. Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
+      Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
       arXiv:2102.02888, 2021.
     """
     if contraction is not None:

@@ -19,7 +19,7 @@ def encode_positions(where: Int[Array, " count"], size: int) -> UInt[Array, " wo
     65,536 positions) or u32. d is below 2**31.
 
     References:
-      P. Elias, "Efficient storage and retrieval by content and address of static files", 1974.
+      Elias, "Efficient storage and retrieval by content and address of static files", 1974.
     """
     count = where.shape[0]
     bits = _low_bits(count, size)

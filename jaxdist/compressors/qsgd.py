@@ -71,7 +71,8 @@ def qsgd(
       True
 
     References:
-      D. Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", arXiv:1610.02132.
+      Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: communication-efficient SGD via gradient quantization and
+      encoding", arXiv:1610.02132, 2016.
     """
     if bits not in (2, 3, 4, 8):
         raise ValueError(f"bits must be 2, 3, 4 or 8, got {bits}")

@@ -5,8 +5,8 @@ unbiased and uncorrelated noise but no secrecy, so the position of an element an
 integer finalizer, are enough: nothing is stored and the noise never reaches memory.
 
 References:
-  J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-  C. Wellons, "Prospecting for hash functions", 2018 (the constants of the finalizer).
+  Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC, 2011.
+  Wellons, "Prospecting for hash functions", 2018 (the constants of the finalizer).
 """
 
 import math
@@ -96,7 +96,7 @@ def random_subset(seed: UInt[Array, ""], count: int, size: int) -> UInt[Array, "
       [0, 1, 2, 3, 4]
 
     References:
-      V. T. Hoang et al., "An enciphering scheme based on a card shuffle", arXiv:1208.1176, 2012.
+      Hoang et al., "An enciphering scheme based on a card shuffle", arXiv:1208.1176, 2012.
     """
     # The seed enters the first carry so that its type (per-worker or not) is that of the later carries.
     # A multiple of 8 positions, since XLA:CPU is ten times slower for odd lengths.

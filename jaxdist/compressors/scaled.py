@@ -50,8 +50,8 @@ def scaled(compressor: Compressor, *, closest: bool = False) -> Compressor:
       0.222
 
     References:
-      P. Richtarik et al., "EF21: a new, simpler, theoretically better, and practically faster error feedback",
-      arXiv:2106.05203, 2021 (`s = 1 / (1 + ω)`).
+      Richtárik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
+      Feedback", arXiv:2106.05203, 2021 (`s = 1 / (1 + ω)`).
     """
     check_compressor(compressor)
     variance, shrink = compressor.variance, compressor.shrink

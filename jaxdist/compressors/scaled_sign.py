@@ -34,7 +34,7 @@ def scaled_sign(*, bucket: int | None = None) -> Compressor:
       Array([ 4.75, -4.75,  4.75,  4.75], dtype=float32)
 
     References:
-      S. P. Karimireddy et al., "Error feedback fixes signSGD and other gradient compression schemes", arXiv:1901.09847.
+      Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv:1901.09847, 2019.
     """
     if bucket is not None:
         check_count("bucket", bucket, 1)

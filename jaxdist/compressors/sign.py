@@ -40,7 +40,8 @@ def sign() -> Compressor:
       Array([ 1., -1.,  1.,  1.], dtype=float32)
 
     References:
-      J. Bernstein et al., "signSGD: compressed optimization for non-convex problems", arXiv:1802.04434, 2018.
+      Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimization for Non-Convex Problems",
+      arXiv:1802.04434, 2018.
     """
 
     def compress(x: Array, key: PRNGKeyArray) -> UInt[Array, " bytes"]:

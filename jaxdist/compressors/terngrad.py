@@ -41,8 +41,8 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
       [0.0, 12.0]
 
     References:
-      W. Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning",
-      arXiv:1705.07878, 2017.
+      Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", arXiv:1705.07878,
+      2017.
     """
     if clip is not None:
         check_range("clip", clip, 0, ends="(]")

@@ -38,9 +38,9 @@ def top_k(density: float, *, method: Method = "threshold") -> Compressor:
       Array([ 0., -4.,  0., 12.], dtype=float32)
 
     References:
-      S. U. Stich et al., "Sparsified SGD with memory", arXiv:1809.07599, 2018.
-      Y. Lin et al., "Deep gradient compression: reducing the communication bandwidth for distributed training",
-      arXiv:1712.01887, 2017 (a threshold from a sample).
+      Stich et al., "Sparsified SGD with memory", arXiv:1809.07599, 2018.
+      Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
+      Training", arXiv:1712.01887, 2017 (a threshold from a sample).
     """
     check_density(density)
     if method not in ("threshold", "exact"):

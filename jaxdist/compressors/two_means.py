@@ -46,8 +46,8 @@ def two_means(*, block: int = 256) -> Compressor:
       Array([ 2.5, -2.5,  2.5, -2.5,  9. ], dtype=float32)
 
     References:
-      A. Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv:2508.15706, 2025 (values of two
-      bits; the optimal split of magnitudes is ours).
+      Sarfi, Thérien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv:2508.15706,
+      2025 (values of two bits; the optimal split of magnitudes is ours).
     """
     check_count("block", block, 1)
 

@@ -43,7 +43,8 @@ def ecd_psgd(compressor: Compressor) -> Method:
       [1.0, 1.0, 1.0]
 
     References:
-      Tang, Gan, Zhang, Zhang, Liu, arXiv:1803.06443, 2018, as `dcd_psgd`.
+      Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", arXiv:1803.06443, 2018, as
+      `dcd_psgd`.
     """
     if compressor.variance is None:
         raise ValueError(

@@ -97,7 +97,8 @@ def gossip(
       ([3.0, 1.0, 3.0, 5.0], 3.0)
 
     References:
-      Lian et al., arXiv:1705.09056, 2017, as `d_psgd`.
+      Lian, Zhang, Zhang, Hsieh, Zhang, Liu, "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case
+      Study for Decentralized Parallel Stochastic Gradient Descent", arXiv:1705.09056, 2017, as `d_psgd`.
     """
     if common := set(axis_tuple(axis)) & set(axis_tuple(carriers)):
         raise ValueError(f"carriers must be another axis than that of the workers, {axis!r}, got {sorted(common)[0]!r}")

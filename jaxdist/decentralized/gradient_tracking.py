@@ -49,9 +49,9 @@ def gradient_tracking(*, order: Order = "adapt_then_combine") -> Method:
       [1.5, 1.5, 1.5, 1.5]
 
     References:
-      Nedić, Olshevsky, Shi, "Achieving Geometric Convergence for Distributed Optimization over Time-Varying Graphs"
-      (DIGing), arXiv:1607.03218, 2017. Di Lorenzo, Scutari, "NEXT: In-Network Nonconvex Optimization", arXiv
-      1602.00591, 2016 (the adapt-then-combine form).
+      Nedić, Olshevsky, Shi, "Achieving Geometric Convergence for Distributed Optimization over Time-Varying Graphs",
+      arXiv:1607.03218, 2017 (DIGing). Di Lorenzo, Scutari, "NEXT: In-Network Nonconvex Optimization", arXiv:1602.00591,
+      2016 (the adapt-then-combine form).
     """
     check_order(order)
     step = _adapt_then_combine if order == "adapt_then_combine" else _combine_then_adapt

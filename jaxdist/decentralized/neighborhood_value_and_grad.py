@@ -54,7 +54,8 @@ def neighborhood_value_and_grad(
 
     References:
       Aketi, Kodge, Roy, "Neighborhood Gradient Clustering: An Efficient Decentralized Learning Method for Non-IID Data
-      Distributions", arXiv:2209.14390, 2022. N-SADDLe: Choudhary, Aketi, Roy, arXiv:2405.13961, 2024.
+      Distributions", arXiv:2209.14390, 2022. N-SADDLe: Choudhary, Aketi, Roy, "SADDLe: Sharpness-Aware Decentralized
+      Deep Learning with Heterogeneous Data", arXiv:2405.13961, 2024.
     """
     check_range("data_share", data_share, 0, 1, ends="[]")
     check_range("radius", radius, 0, ends="[]")

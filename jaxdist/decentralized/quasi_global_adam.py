@@ -42,7 +42,8 @@ def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: flo
       -0.1
 
     References:
-      Lin, Karimireddy, Stich, Jaggi, arXiv:2102.04761, 2021, as `quasi_global_momentum`.
+      Lin, Karimireddy, Stich, Jaggi, "Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous
+      Data", arXiv:2102.04761, 2021, as `quasi_global_momentum`.
     """
     check_range("b1", b1, 0, 1)
     check_range("b2", b2, 0, 1)

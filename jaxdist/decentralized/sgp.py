@@ -49,8 +49,8 @@ def sgp() -> Method:
 
     References:
       Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", arXiv:1811.10792, 2019.
-      Nedić, Olshevsky, "Stochastic Gradient-Push for Strongly Convex Functions on Time-Varying Directed Graphs", arXiv
-      1406.2075, 2014.
+      Nedić, Olshevsky, "Stochastic Gradient-Push for Strongly Convex Functions on Time-Varying Directed Graphs",
+      arXiv:1406.2075, 2014.
     """
     return Method(check_columns, _init_weight, _push)
 

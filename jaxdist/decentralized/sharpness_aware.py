@@ -39,8 +39,8 @@ def sharpness_aware(
       (1.0, 3.0)
 
     References:
-      Choudhary, Aketi, Roy, "SADDLe: Sharpness-Aware Decentralized Deep Learning with Heterogeneous Data", arXiv
-      2405.13961, 2024. Foret, Kleiner, Mobahi, Neyshabur, "Sharpness-Aware Minimization for Efficiently Improving
+      Choudhary, Aketi, Roy, "SADDLe: Sharpness-Aware Decentralized Deep Learning with Heterogeneous Data",
+      arXiv:2405.13961, 2024. Foret, Kleiner, Mobahi, Neyshabur, "Sharpness-Aware Minimization for Efficiently Improving
       Generalization", arXiv:2010.01412, 2021.
     """
     check_range("radius", radius, 0, ends="(]")

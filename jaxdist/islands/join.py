@@ -86,7 +86,7 @@ def join(
       (2, ('here',), [0.344, 0.344])
 
     References:
-      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, 2023.
+      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, 2023.
     """
     place = place_of(url)
     times = float(round_timeout), begin_with, quorum, float(patience)

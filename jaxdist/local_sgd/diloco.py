@@ -52,8 +52,9 @@ def diloco(
       >>> tx = jd.local_sgd.diloco(optax.adamw(4e-4), sync_period=100, warmup_steps=1000)
 
     References:
-      Douillard et al., arXiv:2311.08105. Charles et al., "Communication-Efficient Language Model Training Scales
-      Reliably and Robustly: Scaling Laws for DiLoCo", arXiv:2503.09799, 2025 (which rates).
+      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, 2023.
+      Charles et al., "Communication-Efficient Language Model Training Scales Reliably and Robustly: Scaling Laws for
+      DiLoCo", arXiv:2503.09799, 2025 (which rates).
     """
     if momentum is None:
         # From random parameters the first drifts are large and soon outdated, and 0.9 adds up ten of them.

@@ -68,7 +68,8 @@ def strided(number: int) -> Fragments:
       {'block_0': 0, 'block_1': 1, 'block_2': 0, 'embed': 0}
 
     References:
-      Douillard et al., "Streaming DiLoCo", arXiv:2501.18512, 2025.
+      Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
+      arXiv:2501.18512, 2025.
     """
     _check(number)
 

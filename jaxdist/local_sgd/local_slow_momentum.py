@@ -84,7 +84,8 @@ def local_slow_momentum(
       8.325
 
     References:
-      Wang et al., "SlowMo", arXiv:1910.00643, 2019 (SGP-SlowMo-noaverage).
+      Wang, Tantia, Ballas, Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
+      arXiv:1910.00643, 2019 (SGP-SlowMo-noaverage).
     """
     check_period(sync_period, 0, 0, 1)
     inner, outer = with_extra_args(inner), with_extra_args(outer)

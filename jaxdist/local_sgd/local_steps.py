@@ -112,7 +112,7 @@ def local_steps(
 
     References:
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, 2023.
-      Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
+      Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
       arXiv:2501.18512, 2025. Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training
       Using Delayed Averaging", arXiv:2006.00441, 2020 (overlap_correction).
     """

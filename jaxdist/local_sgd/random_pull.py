@@ -65,7 +65,8 @@ def random_pull(
       [-0.8, -0.2]
 
     References:
-      Naganuma et al., arXiv:2504.18454 (`palsgd`).
+      Naganuma et al., "Pseudo-Asynchronous Local SGD: Robust and Efficient Data-Parallel Training", arXiv:2504.18454,
+      2025 (`palsgd`).
     """
     check_range("probability", probability, 0, 1)
     check_range("pull", pull, 0)

@@ -43,7 +43,8 @@ def streaming_diloco(
       >>> tx = jd.local_sgd.streaming_diloco(optax.adamw(4e-4), sync_period=100, fragments=3)
 
     References:
-      Douillard et al., arXiv:2501.18512.
+      Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
+      arXiv:2501.18512, 2025.
     """
     outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
     return local_steps(

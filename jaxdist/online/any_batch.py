@@ -43,7 +43,8 @@ def any_batch(losses: Callable[..., Any], *, axis: AxisNames = "data") -> Callab
       (4.0, 2.0)
 
     References:
-      Ferdinand et al., "Anytime Minibatch", arXiv:2006.05752, 2019.
+      Ferdinand, Al-Lawati, Draper, Nokleby, "Anytime Minibatch: Exploiting Stragglers in Online Distributed
+      Optimization", arXiv:2006.05752, 2019.
     """
 
     def average_masked(params: PyTree, batch: PyTree, examples: Array) -> Array:

@@ -92,7 +92,7 @@ def mirror_descent(
 
     References:
       Eshraghi, Liang, "Distributed Online Optimization over a Heterogeneous Network with Any-Batch Mirror Descent",
-      ICML 2020 (the weights and the two orders are ours). Shahrampour, Jadbabaie, "Distributed Online Optimization in
+      ICML, 2020 (the weights and the two orders are ours). Shahrampour, Jadbabaie, "Distributed Online Optimization in
       Dynamic Environments Using Mirror Descent", arXiv:1609.02845, 2018.
     """
     if order not in ("adapt_then_combine", "combine_then_adapt"):

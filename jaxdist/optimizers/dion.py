@@ -106,7 +106,8 @@ def dion(
 
     References:
       Ahn et al., "Dion: Distributed Orthonormalized Updates", arXiv:2504.05295, 2025. The local residual: Vogels,
-      Karimireddy, Jaggi, "PowerGossip", arXiv:2008.01425, 2020.
+      Karimireddy, Jaggi, "Practical low-rank communication compression in decentralized deep learning",
+      arXiv:2008.01425, 2020.
     """
     if (rank is None) == (rank_fraction is None):
         raise ValueError(f"give rank or rank_fraction, and not both, got rank={rank}, rank_fraction={rank_fraction}")

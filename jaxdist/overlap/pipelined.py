@@ -115,7 +115,7 @@ def pipelined(
       (True, False)
 
     References:
-      Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019.
+      Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP, 2019.
       Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", arXiv:1905.03960, 2019.
     """
     check_count("defer", defer, 0)

@@ -126,7 +126,7 @@ def wavelet(
       [1.7, 2.8]
 
     References:
-      Wang et al., "Wavelet: Efficient DNN Training with Tick-Tock Scheduling", MLSys 2021. The paper runs a second
+      Wang et al., "Wavelet: Efficient DNN Training with Tick-Tock Scheduling", MLSys, 2021. The paper runs a second
       model replica on another GPU stream; this is one program, with a stash of the parameters only where waves see
       different ones. The paper's model-parallel form moves weights; this one moves activations.
     """

@@ -70,7 +70,7 @@ def ddp(
       ([-1.0, -1.0], [-0.0, -0.0])
 
     References:
-      Li et al., arXiv:2006.15704, 2020.
+      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704, 2020.
     """
     if reducer is not None and reduce_dtype is not None:
         raise ValueError("reduce_dtype is the dtype of the default mean; with reducer=, leave it out")

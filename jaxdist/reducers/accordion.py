@@ -78,7 +78,8 @@ def accordion(
       [2, 2, 1]
 
     References:
-      Agarwal et al., arXiv:2010.16248, 2021.
+      Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via Critical
+      Learning Regime Identification", arXiv:2010.16248, 2021.
     """
     detector = critical_regime(
         epoch_steps=epoch_steps, interval_steps=interval_steps, eta=eta, schedule=schedule, fall=fall

@@ -36,7 +36,8 @@ def accordion_batch(small: int, large: int) -> Callable[[int, PyTree], int]:
       [512, 512, 4096, 4096]
 
     References:
-      Agarwal et al., arXiv:2010.16248, 2021.
+      Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via Critical
+      Learning Regime Identification", arXiv:2010.16248, 2021.
     """
     if small < 1 or large < small:
         raise ValueError(f"small must be at least 1 and large no smaller, got {small} and {large}")

@@ -73,9 +73,9 @@ def alq(
       ((8,), True)
 
     References:
-      F. Faghri, I. Tabrizian, I. Markov, D. Alistarh, D. Roy, A. Ramezani-Kebrya, "Adaptive gradient quantization for
-      data-parallel SGD", arXiv:2010.12460, 2020. The exact solver: R. Ben Basat, Y. Ben-Itzhak, M. Mitzenmacher, S.
-      Vargaftik, "Optimal and approximate adaptive stochastic quantization", arXiv:2402.03158, 2024.
+      Faghri, Tabrizian, Markov, Alistarh, Roy, Ramezani-Kebrya, "Adaptive Gradient Quantization for Data-Parallel SGD",
+      arXiv:2010.12460, 2020. The exact solver: Ben Basat, Ben-Itzhak, Mitzenmacher, Vargaftik, "Optimal
+      and approximate adaptive stochastic quantization", arXiv:2402.03158, 2024.
     """
     if solver not in ("exact", "coordinate"):
         raise ValueError(f'solver must be "exact" or "coordinate", got {solver!r}')

@@ -47,7 +47,8 @@ def amq(
       True
 
     References:
-      Faghri et al., arXiv:2010.12460, 2020.
+      Faghri, Tabrizian, Markov, Alistarh, Roy, Ramezani-Kebrya, "Adaptive Gradient Quantization for Data-Parallel SGD",
+      arXiv:2010.12460, 2020.
     """
     check_adaptive(bits, bucket, norm, norm_power, block)
     due = fit_steps(update_steps, every)

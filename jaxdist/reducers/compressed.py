@@ -58,8 +58,8 @@ def compressed(compressor: Compressor, *, seed: int = 0, divide_by_inflation: bo
       [1.5, 2.0]
 
     References:
-      J. Wangni et al., "Gradient sparsification for communication-efficient distributed optimization",
-      arXiv:1710.09854, 2017 (the step size).
+      Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", arXiv:1710.09854,
+      2017 (the step size).
     """
     check_compressor(compressor)
     if divide_by_inflation and (compressor.variance is None or compressor.summable):

@@ -60,7 +60,8 @@ def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_
     References:
       Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
       Speech DNNs", 2014. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
-      arXiv:1901.09847, 2019 (with the learning rate inside). SparseLoCo: Sarfi et al., arXiv:2508.15706, 2025 (decay).
+      arXiv:1901.09847, 2019 (with the learning rate inside). SparseLoCo: Sarfi, Thérien, Lidin, Belilovsky,
+      "Communication Efficient LLM Pre-training with SparseLoCo", arXiv:2508.15706, 2025 (decay).
     """
     check_range("decay", decay, 0, 1, ends="(]")
     return _with_feedback(contraction_of(reducer), decay, with_learning_rate)

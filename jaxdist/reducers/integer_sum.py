@@ -46,7 +46,8 @@ def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
       [1.0, 3.0]
 
     References:
-      Mishchenko et al., arXiv:2102.08374, 2021 (its baseline with a shared maximum).
+      Mishchenko, Wang, Kovalev, Richtárik, "IntSGD: Adaptive Floatless Compression of Stochastic Gradients",
+      arXiv:2102.08374, 2021 (its baseline with a shared maximum).
     """
     check_integer_bits(bits)
     return from_generator("integer_sum", partial(init_draws, seed), partial(_integer_messages, bits))

@@ -37,8 +37,8 @@ def majority_vote() -> Reducer:
 
     References:
       Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimization for Non-Convex Problems",
-      arXiv:1802.04434, 2018; "signSGD with Majority Vote is Communication Efficient and Fault Tolerant",
-      arXiv:1810.05291, 2018.
+      arXiv:1802.04434, 2018; Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with Majority Vote is Communication
+      Efficient and Fault Tolerant", arXiv:1810.05291, 2018.
     """
 
     def messages(updates, state, comm, extras):

@@ -70,7 +70,7 @@ def partitioned(
       [(96,), (54,), (50,)]
 
     References:
-      ByteScheduler: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP
+      ByteScheduler: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP,
       2019. Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", arXiv:1905.03960,
       2019.
     """

@@ -107,7 +107,8 @@ def power_sgd(
 
     References:
       Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-      arXiv:1905.13727, 2019. The local residual: Vogels, Karimireddy, Jaggi, "PowerGossip", arXiv:2008.01425, 2020.
+      arXiv:1905.13727, 2019. The local residual: Vogels, Karimireddy, Jaggi, "Practical low-rank communication
+      compression in decentralized deep learning", arXiv:2008.01425, 2020.
     """
     check_count("rank", rank, 1)
     check_count("start_step", start_step, 0)

@@ -51,7 +51,8 @@ def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
       ([1.0, 4.0], [0.0, 4.0])
 
     References:
-      Vogels, Karimireddy, Jaggi, arXiv:1905.13727, 2019 (in PyTorch, `start_powerSGD_iter`).
+      Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+      arXiv:1905.13727, 2019 (in PyTorch, `start_powerSGD_iter`).
     """
     check_count("step", step, 0)
 

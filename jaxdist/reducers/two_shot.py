@@ -91,7 +91,8 @@ def two_shot(
 
     References:
       Server feedback: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
-      Speed", arXiv:2102.02888, 2021. The two phases: BAGUA, arXiv:2107.01499.
+      Speed", arXiv:2102.02888, 2021. The two phases: Gan et al., "BAGUA: Scaling up Distributed Learning with System
+      Relaxations", arXiv:2107.01499, 2021.
     """
     if server_feedback not in (True, False, "auto"):
         raise ValueError(f'server_feedback must be True, False or "auto", got {server_feedback!r}')

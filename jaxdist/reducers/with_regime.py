@@ -50,7 +50,8 @@ def with_regime(
       False
 
     References:
-      Agarwal et al., arXiv:2010.16248, 2021.
+      Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via Critical
+      Learning Regime Identification", arXiv:2010.16248, 2021.
     """
     detector = critical_regime(
         epoch_steps=epoch_steps, interval_steps=interval_steps, eta=eta, schedule=schedule, fall=fall

@@ -34,7 +34,7 @@ def allocate_tasks(
       [4, 3, 2, 1]
 
     References:
-      Chao, Liao, Gao, "Task allocation for decentralized training in heterogeneous environment", arXiv:2111.08272,
+      Chao, Liao, Gao, "Task Allocation for Decentralized Training in Heterogeneous Environment", arXiv:2111.08272,
       2021. Maranjyan, Saad, Richtárik, Orabona, "ATA: Adaptive Task Allocation for Efficient Resource Management in
       Distributed Machine Learning", arXiv:2502.00775, 2025 (the recursive selection).
     """

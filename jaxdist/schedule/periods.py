@@ -43,7 +43,7 @@ def post_local(switch_step: int, period: int) -> Period:
       [1, 1, 16, 16]
 
     References:
-      Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217, 2020.
+      Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217, 2020.
     """
     check_count("switch_step", switch_step, 0)
     check_periods("period", period)
@@ -101,7 +101,7 @@ def doubling(every: int, period: int) -> Period:
       [1, 1, 2, 4, 6, 6]
 
     References:
-      Lin et al., arXiv:1808.07217 (warm-ups of `H`).
+      Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217, 2020 (warm-ups of `H`).
     """
     check_periods("every", every)
     check_periods("period", period)
@@ -117,7 +117,7 @@ def linear(warmup_steps: int, period: int) -> Period:
       [1, 1, 2, 3, 5, 5]
 
     References:
-      Lin et al., arXiv:1808.07217 (warm-ups of `H`).
+      Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217, 2020 (warm-ups of `H`).
     """
     check_periods("warmup_steps", warmup_steps)
     check_periods("period", period)

@@ -4,7 +4,8 @@ Everywhere `bandwidth` is B, bytes a second, and `overhead` is θ, the seconds t
 its bytes.
 
 References:
-  Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019 (ByteScheduler).
+  Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP, 2019
+  (ByteScheduler).
 """
 
 import math

@@ -34,7 +34,8 @@ def proportional_steps(
       Huang, "Oscars: Adaptive Semi-Synchronous Parallel Model for Distributed Deep Learning with Global View",
       arXiv:2102.08550, 2021.
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135, 2024 (DyLU).
-      Lim et al., "Biased Local SGD for Efficient Deep Learning on Heterogeneous Systems", arXiv:2508.08540, 2025.
+      Lim, Jo, Ko, Go, Hwa, Lee, "Biased Local SGD for Efficient Deep Learning on Heterogeneous Systems",
+      arXiv:2508.08540, 2025.
     """
     rates = np.asarray(speeds, np.float64)
     if rates.ndim != 1 or not rates.size or not (np.isfinite(rates) & (rates > 0)).all():

@@ -57,8 +57,8 @@ def stragglar(workers: int) -> tuple[tuple[Transfer, ...], ...]:
       ['1->2 1', '2->1 2', '3->0 2']
 
     References:
-      Devraj et al., "Efficient AllReduce with Stragglers", arXiv:2505.23523, 2025 (the method and the number of rounds;
-      the pairs are ours).
+      Devraj, Ding, Vijaya Kumar, Kleinberg, Singh, "Efficient AllReduce with Stragglers", arXiv:2505.23523, 2025 (the
+      method and the number of rounds; the pairs are ours).
     """
     _check_even(workers)
     if workers.bit_count() != 1:
@@ -216,7 +216,7 @@ def ring_seconds(workers: int, nbytes: Number, *, latency: Number, bandwidth: Nu
       0.012
 
     References:
-      Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+      Patarasuk, Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009.
     """
     _check(nbytes, latency, bandwidth)
     check_range("workers", workers, 1, ends="[]")

@@ -26,7 +26,8 @@ def count_processed(
       [2, 1]
 
     References:
-      Ferdinand et al., "Anytime Minibatch: Exploiting Stragglers in Online Distributed Optimization", arXiv:2006.05752.
+      Ferdinand, Al-Lawati, Draper, Nokleby, "Anytime Minibatch: Exploiting Stragglers in Online Distributed
+      Optimization", arXiv:2006.05752, 2019.
     """
     check_range("window", window, 0, ends="[]")
     if last not in ("drop", "finish"):

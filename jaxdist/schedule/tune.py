@@ -73,7 +73,7 @@ def tune(
       (15, True)
 
     References:
-      Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011. (ByteScheduler uses Gaussian
+      Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS, 2011. (ByteScheduler uses Gaussian
       processes.)
     """
     check_range("evaluations", evaluations, 1, ends="[]")

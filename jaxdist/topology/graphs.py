@@ -1,8 +1,10 @@
 """Graphs that are the same in every step, for `W = workers`.
 
 References:
-  Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
-  Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", arXiv:2110.04175, 2021 (trees).
+  Lian, Zhang, Zhang, Hsieh, Zhang, Liu, "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study
+  for Decentralized Parallel Stochastic Gradient Descent", arXiv:1705.09056, 2017.
+  Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
+  Data", arXiv:2110.04175, 2021 (trees).
 """
 
 import math
@@ -180,7 +182,7 @@ def digraph(workers: int, arcs: Sequence[tuple[int, int]]) -> Topology:
       [0.33, 0.5, 0.5]
 
     References:
-      Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", arXiv:1811.10792, 2019.
+      Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", arXiv:1811.10792, 2019.
     """
     check_workers(workers)
     # Column j: what worker j sends, in equal shares.

@@ -52,7 +52,7 @@ def expected_mixing_rate(topology: Topology) -> float:
       0.9493
 
     References:
-      Boyd et al., "Randomized gossip algorithms", 2006.
+      Boyd, Ghosh, Prabhakar, Shah, "Randomized gossip algorithms", 2006.
     """
     different = matrices(topology)
     # E[W'W] over the rounds, each weighted by how often the order names it.
@@ -82,7 +82,7 @@ def smallest_eigenvalue(topology: Topology) -> float:
       -0.5
 
     References:
-      Tang et al., "D²: Decentralized Training over Decentralized Data", arXiv:1803.07068, 2018.
+      Tang, Lian, Yan, Zhang, Liu, "D²: Decentralized Training over Decentralized Data", arXiv:1803.07068, 2018.
     """
     if not is_symmetric(topology):
         raise ValueError(
@@ -147,7 +147,7 @@ def lazy(topology: Topology) -> Topology:
       [0.667, 0.167, 0.0, 0.167]
 
     References:
-      Yuan et al., "Exact Diffusion for Distributed Optimization and Learning", arXiv:1702.05122, 2019.
+      Yuan, Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning", arXiv:1702.05122, 2019.
     """
     rounds = []
     for round in topology.rounds:

@@ -34,7 +34,9 @@ def one_peer_exponential(workers: int) -> Topology:
       [(0, 1), (0, 2), (0, 4)]
 
     References:
-      Ying et al., arXiv:2110.13363 (exponential graphs). Assran et al., arXiv:1811.10792 (SGP).
+      Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training", arXiv:2110.13363, 2021
+      (exponential graphs). Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning",
+      arXiv:1811.10792, 2019 (SGP).
     """
     check_workers(workers)
     rounds = [permutation_round(workers, [shift(workers, step)]) for step in powers(workers) or [0]]
@@ -101,7 +103,8 @@ def relabeled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: boo
       0.56
 
     References:
-      Zhang et al., "Improving Efficiency in Large-Scale Decentralized Distributed Training", 2020.
+      Zhang et al., "Improving Efficiency in Large-Scale Decentralized Distributed Training", ICASSP,
+      arXiv:2002.01119, 2020.
     """
     check_workers(workers)
     check_rounds(rounds)

@@ -98,9 +98,9 @@ def all_reduce(
       (0.0, 3.0)
 
     References:
-      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
+      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704, 2020.
       Li et al., "Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training",
-      arXiv 1811.03619, 2018. It also pipelines more steps, as `asynchronous.rules.pipe_sgd(width=)` does.
+      arXiv:1811.03619, 2018. It also pipelines more steps, as `asynchronous.rules.pipe_sgd(width=)` does.
     """
     check_reducer(reducer)
     _warn_of_bias(reducer)

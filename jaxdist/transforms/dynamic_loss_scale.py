@@ -72,7 +72,7 @@ def dynamic_loss_scale(
       ([4.0, 2.0, 2.0, 4.0], [-1.0])
 
     References:
-      Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, 2018.
+      Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, 2018.
     """
     check_range("initial", initial, 1)
     check_count("growth_interval", growth_interval, 1)

@@ -55,7 +55,7 @@ def agree_on_maximum(
       [3.0, 3.0]
 
     References:
-      Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, 2022.
+      Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, 2022.
     """
     found, structure = jax.tree_util.tree_flatten_with_path(gradients)
     if jax.tree.structure(params) != structure:

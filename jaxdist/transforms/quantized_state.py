@@ -114,8 +114,8 @@ def quantized_state(
       -0.001
 
     References:
-      T. Dettmers, M. Lewis, S. Shleifer, L. Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", arXiv
-      2110.02861, 2021. DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, 2024 (moments in bfloat16).
+      Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, 2021.
+      DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, 2024 (moments in bfloat16).
     """
     check_range("smallest", smallest, 1, ends="[]")
     tx = _QuantizedState(with_extra_args(inner), dynamic_fp8() if code is None else code, smallest)

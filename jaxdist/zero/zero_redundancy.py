@@ -143,10 +143,10 @@ def zero_redundancy(
       (0.1, (16,))
 
     References:
-      Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
-      1910.02054, 2020. Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", arXiv
-      2004.13336, 2020. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training",
-      arXiv 2306.10209, 2023.
+      Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+      arXiv:1910.02054, 2020. Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
+      arXiv:2004.13336, 2020. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
+      Training", arXiv:2306.10209, 2023.
     """
     if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage}; to shard the parameters too (stage 3), use zero.gathered")

@@ -12,8 +12,8 @@ from reference import mirror_descent as mirror_reference
 from reference import peers
 
 import jaxdist as jd
-from jaxdist._cli.commands.replay import staleness
 from jaxdist._cli.spellings.parse import parse_rule
+from jaxdist._cli.sweep import staleness
 from jaxdist.asynchronous import durations, links, replay, rules
 from jaxdist.asynchronous.rules.peers import pairs as pair_rules
 

@@ -86,3 +86,31 @@ def test_a_name_is_broken_after_commas_and_slashes():
     assert figures.wrap_name("exact", 10) == "exact"
     assert figures.wrap_name("diloco:H=50,fragments=4/ef:qsgd:4", 26) == "diloco:H=50,fragments=4/\nef:qsgd:4"
     assert figures.wrap_name("x" * 12, 10) == "x" * 10 + "\n" + "xx"
+    # A label is broken at its spaces, and keeps the others.
+    assert figures.wrap_name("Top-k, 1 % of the entries", 12) == "Top-k, 1 %\nof the\nentries"
+
+
+def test_a_figure_for_a_paper_has_its_settings_in_the_metadata_and_no_date(tmp_path):
+    runs = [[_run("Ours, $k = 2$", 1.0), _run("Ours, $k = 2$", 1.1)], [_run("exact", 1.2), _run("exact", 1.0)]]
+    for suffix in figures.SUFFIXES:
+        one, two = (
+            losses.draw_compare(runs, tmp_path / f"{n}{suffix}", title="of two\nseeds").read_bytes() for n in "12"
+        )
+        assert one == two
+        if suffix != ".png":
+            assert b"of two seeds" in one
+            assert b"Date" not in one
+    # Fonts that can be embedded, and text that stays text.
+    pdf, svg = ((tmp_path / f"1{suffix}").read_bytes() for suffix in (".pdf", ".svg"))
+    assert b"/CIDFontType2" in pdf
+    assert b"/Type3" not in pdf
+    assert svg.count(b"<text") > 10
+    assert b"of two seeds" not in svg.partition(b"</metadata>")[2]
+
+
+def test_several_seeds_have_bands_of_their_standard_deviation(drawn):
+    losses.draw_compare([[_run("exact", end) for end in (1.0, 2.0, 6.0)]], "compare.png", title="")
+    (band,) = drawn[0].axes[1].collections
+    heights = band.get_paths()[0].vertices[1:-1, 1]
+    # The curves differ by their ends alone: mean 3, deviation √7.
+    assert np.ptp(heights[[0, -1]]) == pytest.approx(2 * 7**0.5, rel=1e-6)

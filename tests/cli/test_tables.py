@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from jaxdist._cli import figures, race, results, running, tables
+from jaxdist._cli import figures, labels, race, results, running, tables
 from jaxdist._cli.commands import advise, show
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import suites, train
@@ -77,6 +77,30 @@ def test_a_method_that_sends_nothing_sends_infinitely_many_times_fewer_bytes():
     assert list(tables.runs_table([nothing], nothing).columns[2].cells) == ["1.0x"]
     spreads = [suites.collect_seeds([each], [exact]) for each in (exact, nothing)]
     assert list(tables.seeds_table(spreads).columns[2].cells) == ["1.0x", "∞"]
+
+
+@pytest.mark.parametrize("suffix", [".md", ".tex"])
+def test_tables_for_a_paper_have_no_times_of_this_machine(suffix, tmp_path):
+    text = tables.write_table(_runs_table(), [], tmp_path / f"table{suffix}").read_text()
+    assert "bytes a step" in text
+    assert "ms/step" not in text
+    assert "illiseconds" not in text
+
+
+def test_a_table_has_the_standard_deviation_over_the_seeds():
+    record = train.Record(1, 5.0, 0.1, 1.0, 100.0, 100.0)
+    runs = [results.RunResult("exact", (record,), {"loss": loss}, 100.0, 1.0) for loss in (1.0, 2.0, 6.0)]
+    table = tables.seeds_table([suites.collect_seeds(runs, runs)])
+    assert list(table.columns[3].cells) == ["3.0000 ±2.6458"]
+
+
+def test_a_label_may_have_formulas_in_latex(tmp_path):
+    record = train.Record(1, 5.0, 0.1, 1.0, 100.0, 100.0)
+    run = results.RunResult("ef:top_k:0.01", (record,), {"loss": 2.0}, 100.0, 1.0)
+    (shown,) = labels.relabel([run], {"ef:top_k:0.01": r"Top-$k$, 1\,\%"})
+    text = tables.write_table(tables.runs_table([shown], None), [], tmp_path / "t.tex").read_text()
+    assert "\nTop-$k$, 1\\,\\% & " in text
+    assert labels.relabel([run], {}) == [run]
 
 
 def test_brackets_in_a_name_are_text(capsys):

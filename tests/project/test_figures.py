@@ -266,7 +266,7 @@ def test_demo_of_the_readme_is_that_of_the_report():
     assert [len(each) for each in losses.values()] == 6 * [3]
 
     def spell(values: list[float], sign: str = "") -> str:
-        return f"{statistics.mean(values):{sign}.3f} ±{(max(values) - min(values)) / 2:.3f}"
+        return f"{statistics.mean(values):{sign}.3f} ±{statistics.stdev(values):.3f}"
 
     found = []
     for name, each in losses.items():

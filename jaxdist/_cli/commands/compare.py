@@ -16,13 +16,16 @@ from ...analysis.step_time import StepCost, uses_gloo
 from ...runtime.mesh import make_mesh
 from .. import losses, race, results, tables
 from ..figures import print_table
+from ..labels import Labels, parse_labels, relabel
 from ..models.base import Workload, check_batch
 from ..running import (
     File,
     Integer,
     Number,
     Options,
+    check_figure,
     check_positive,
+    figure_path,
     new_console,
     path_in,
     prepare_runs,
@@ -65,6 +68,7 @@ class CompareOptions(Options):
       jaxdist compare
       jaxdist compare --reducers exact f16 diloco:H=50/ef:qsgd:4 --workload digits
       jaxdist compare --reducers exact my_reducers:diana:qsgd:2 --seeds 3 --table diana.tex
+      jaxdist compare --reducers exact qsgd:4 --figure qsgd.pdf --label exact=Mean "qsgd:4=4 bits"
       jaxdist compare --suite compression --workload digits --seeds 3
       jaxdist compare --suite local --workers 4 --seeds 2
       jaxdist compare --link 100mbit,20ms 1gbit,1ms --target 2.4
@@ -99,7 +103,11 @@ class CompareOptions(Options):
     compute: Number = None
     """With --link: milliseconds of one worker's step without communication, if it will run on another device."""
     table: File = None
-    """Write the table to this file too: .csv with all numbers, .md or .tex."""
+    """Write the table to this file too: .csv with all numbers, .md or .tex without times of this machine."""
+    figure: File = None
+    """Write the figure to this file: .png, .pdf or .svg. Default: a PNG in --out."""
+    label: Labels = ()
+    """Names in figures and tables, as in exact=All-reduce."""
     out: Path = Path("runs/compare")
     """Folder of log.jsonl and the figure."""
 
@@ -107,6 +115,7 @@ class CompareOptions(Options):
 def run_compare(chosen: CompareOptions) -> None:
     """Compares reducers, or synchronization periods of local steps, as the suite of `chosen` says."""
     tables.check_table(chosen.table)
+    check_figure(chosen.figure)
     _check_race(chosen)
     _check_suite(chosen)
     if chosen.suite == "local":
@@ -122,10 +131,12 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     console = new_console()
     names = _list_names(chosen)
     check_range("--seeds", chosen.seeds, 1, ends="[]")
+    labels = parse_labels(chosen.label, names)
     runs = prepare_runs(names, chosen, workload, mesh)
     links = race.parse_links(chosen.link, mesh, axis=train.AXIS)
     tables.make_folder(chosen.table)
     log_path = path_in(chosen.out, "log.jsonl")
+    figure = figure_path(chosen.figure, chosen.out, "pareto.png" if chosen.suite else "compare.png")
     measured = _measure_costs(names, chosen, workload, mesh.size, console) if links else {}
     evaluate_every = max(1, chosen.steps // race.EVALUATIONS) if links else None
     finished: list[list[results.RunResult]] = []
@@ -147,24 +158,26 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     title, units = title_of(chosen, workload, mesh.size), tables.count_units(workload, chosen.batch, mesh.size)
     if chosen.suite or chosen.seeds > 1:
         spreads = _collect(finished)
-        table, records = tables.seeds_table(spreads, units), tables.seed_records(spreads, spreads[0], units)
+        shown = relabel(spreads, labels)
+        table, records = tables.seeds_table(shown, units), tables.seed_records(spreads, spreads[0], units)
     else:
         single = [seeds[0] for seeds in finished]
-        table, records = tables.runs_table(single, single[0], units), tables.run_records(single, single[0], units)
+        shown = relabel(single, labels)
+        table, records = tables.runs_table(shown, shown[0], units), tables.run_records(single, single[0], units)
     console.print(f"\n{title}", style="dim", highlight=False)
     print_table(console, table)
     print_paths(console, log=log_path)
     if chosen.table is not None:
         print_paths(console, table=tables.write_table(table, records, chosen.table))
     # After the tables: a figure that cannot be drawn must not lose hours of training.
-    labels = {"title": title, "unit": unit_of(workload)}
+    texts = {"title": title, "unit": unit_of(workload)}
     if chosen.suite:
-        plot = losses.draw_seeds(_collect(finished), chosen.out / "pareto.png", **labels)
+        plot = losses.draw_seeds(relabel(_collect(finished), labels), figure, **texts)
     else:
-        plot = losses.draw_compare(finished, chosen.out / "compare.png", **labels)
+        plot = losses.draw_compare([relabel(seeds, labels) for seeds in finished], figure, **texts)
     print_figure(console, chosen, plot)
     if links:
-        _report_race(chosen, entrants, links, labels, console)
+        _report_race(chosen, relabel(entrants, labels), links, texts, console)
 
 
 def _list_names(chosen: CompareOptions) -> tuple[str, ...]:
@@ -226,7 +239,7 @@ def _report_race(
     chosen: CompareOptions,
     entrants: Sequence[race.Entrant],
     links: Sequence[Link],
-    labels: dict[str, str],
+    texts: dict[str, str],
     console: Console,
 ) -> None:
     """Prints the first method to reach the target on each link, and leaves a table and a plot."""
@@ -241,7 +254,8 @@ def _report_race(
     if chosen.table is not None:
         path = chosen.table.with_stem(f"{chosen.table.stem}-links")
         print_paths(console, table=tables.write_table(table, records, path))
-    print_figure(console, chosen, race.draw_race(entrants, links, target, chosen.out / "links.png", **labels))
+    figure = figure_path(chosen.figure, chosen.out, "links.png", "-links")
+    print_figure(console, chosen, race.draw_race(entrants, links, target, figure, **texts))
 
 
 def _collect(finished: Sequence[Sequence[results.RunResult]]) -> list[suites.SeedSpread]:
@@ -279,26 +293,29 @@ def _compare_periods(chosen: CompareOptions) -> None:
     for optimizer in spelled:
         # A schedule may leave none of the steps.
         parse.parse_optimizer(optimizer, chosen.steps)
+    names = parse_labels(chosen.label, list(suites.METHODS))
     tables.make_folder(chosen.table)
     log_path = path_in(chosen.out, "log.jsonl")
     with results.open_log(log_path) as log:
         for workers in chosen.workers:
+            figure = figure_path(chosen.figure, chosen.out, f"local-{workers}.png", f"-{workers}")
             mesh = make_mesh({train.AXIS: workers}, devices=jax.devices()[:workers])
             console.print(f"compiling each method for {workers} workers ...", highlight=False)
             tried: list[suites.Cell] = []
             for optimizer in spelled:
                 tried += _sweep(replace(chosen, optimizer=optimizer), workload, mesh, log, console)
             cells = suites.choose_rates(tried)
+            shown = relabel(cells, names, "method")
             title = f"{title_of(chosen, workload, workers)}, {chosen.start} synchronous steps of {chosen.steps} first"
             title += f", best of rates {', '.join(f'{rate:g}' for rate in chosen.rates)}" if chosen.rates else ""
             console.print(f"\n{title}", style="dim", highlight=False)
-            table = tables.periods_table(cells)
+            table = tables.periods_table(shown)
             print_table(console, table)
             if chosen.table is not None:
                 path = chosen.table.with_stem(f"{chosen.table.stem}-{workers}")
                 print_paths(console, table=tables.write_table(table, tables.period_records(cells), path))
-            labels = {"title": title, "unit": unit_of(workload), "counted": workload.unit}
-            plot = losses.draw_periods(cells, chosen.out / f"local-{workers}.png", **labels)
+            texts = {"title": title, "unit": unit_of(workload), "counted": workload.unit}
+            plot = losses.draw_periods(shown, figure, **texts)
             print_figure(console, chosen, plot)
     print_paths(console, log=log_path)
 

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ... import islands
+from ...analysis import bibtex
 from ...islands import store as stores
 from ...islands.cleanup import forget_rounds
 from ...islands.connection import Connection
@@ -30,14 +31,22 @@ class ReducersOptions:
     Examples:
       jaxdist reducers
       jaxdist reducers power_sgd
+      jaxdist reducers ef:power_sgd:4 --bibtex
     """
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """A name to show with all of its arguments."""
+    bibtex: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Print the papers of a name, or of all that a spelling has, as BibTeX."""
 
 
 def run_reducers(chosen: ReducersOptions) -> None:
     """Prints the catalogue, or one entry of it with the arguments that are optional."""
+    if chosen.bibtex:
+        if chosen.name is None:
+            raise ValueError("--bibtex needs a name, as in jaxdist reducers power_sgd --bibtex")
+        print(bibtex(*parse.find_methods(chosen.name)))
+        return
     groups = parse.list_spellings()
     if chosen.name is not None:
         # A name may be in two groups: some methods are a sync and a rule.

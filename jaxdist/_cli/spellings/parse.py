@@ -15,6 +15,7 @@ import optax
 
 from ... import compressors, reducers
 from ...analysis import cost
+from ...analysis.references import read_references
 from ...asynchronous import durations, links, rules
 from ...asynchronous.protocol import Rule
 from ...compressors.compressor import Compressor
@@ -47,6 +48,37 @@ def list_spellings() -> dict[str, dict[str, tuple[str, str]]]:
         "--sync": {name: (_spell_sync(name, entry), entry.purpose) for name, entry in SYNCS.items()},
         "--rule": _spell_all(RULES),
     }
+
+
+def find_methods(text: str) -> list[Callable[..., Any]]:
+    """The public functions of all names in a spelling, in its order, those that cite no paper left out.
+
+    Examples:
+      >>> [method.__name__ for method in find_methods("ef:top_k:0.01")]
+      ['error_feedback', 'top_k']
+    """
+    tables = (FEEDBACK, COLLECTIVES, REDUCERS, OPTIMIZERS, SYNCS)
+    found: dict[str, list[Callable[..., Any]]] = {}
+    for name, entry in ((name, entry) for table in tables for name, entry in table.items()):
+        factory = entry.factory
+        found.setdefault(name, []).append(factory.func if isinstance(factory, functools.partial) else factory)
+    for name in RULES:
+        # By name, since some factories here only parse a graph.
+        found.setdefault(name, []).append(getattr(rules, name))
+    named: list[str] = []
+    for part in re.split("[/+]", grammar.check_length(text)):
+        for word in part.split(":"):
+            if word not in found:
+                grammar.refuse_name("name", text, word, found)
+            named.append(word)
+            # Behind other names there are arguments, such as graphs.
+            if word not in FEEDBACK | COLLECTIVES:
+                break
+    methods = [method for word in dict.fromkeys(named) for method in found[word]]
+    cited = [method for method in methods if read_references(inspect.getdoc(method) or "")]
+    if not cited:
+        raise ValueError(f"no paper is cited for {text}")
+    return cited
 
 
 def _spell_all(table: Mapping[str, grammar.Spelling]) -> dict[str, tuple[str, str]]:
@@ -441,10 +473,10 @@ def _parse_quantity(text: str, units: dict[str, float]) -> float | None:
     return float(match[1]) * units[match[2]] if match and match[2] in units else None
 
 
-def parse_links(text: str | None) -> links.Links:
+def parse_links(text: str | None, *, nic: bool = False) -> links.Links:
     """Makes the links of a simulation; None spells messages that take no time."""
     if text is None:
         return links.instant()
     # α-β: a message of n bytes takes latency + n / bandwidth.
     link = parse_link(text)
-    return links.alpha_beta(float(link.latency), float(link.bandwidth))
+    return links.alpha_beta(float(link.latency), float(link.bandwidth), nic=nic)

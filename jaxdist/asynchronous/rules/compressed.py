@@ -74,8 +74,9 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
       52.0
 
     References:
-      Seide et al., "1-bit stochastic gradient descent", 2014 (the feedback); Stich, Karimireddy, "The error-feedback
-      framework", arXiv:1909.05350, 2019 (with delays).
+      Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
+      Speech DNNs", 2014 (the feedback); Stich, Karimireddy, "The error-feedback framework", arXiv:1909.05350, 2019
+      (with delays).
     """
     if "gradient" in codes and rule.server is None:
         raise ValueError(f'{rule.name} has no server to send a gradient to: compress "reduced" or "params"')

@@ -119,8 +119,8 @@ def nvme_layers(
 
     References:
       Rajbhandari, Ruwase, Rasley, Smith, He, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-      Learning", arXiv:2104.07857, 2021; Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training",
-      arXiv:2101.06840, 2021 (gradients that leave as they are produced).
+      Learning", arXiv:2104.07857, 2021; Ren, Rajbhandari, Aminabadi, Ruwase, Yang, Zhang, Li, He, "ZeRO-Offload:
+      Democratizing Billion-Scale Model Training", arXiv:2101.06840, 2021 (gradients that leave as they are produced).
     """
     check_store(store)
     check_range("prefetch", prefetch, 0)

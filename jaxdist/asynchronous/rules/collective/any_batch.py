@@ -62,7 +62,8 @@ def any_batch(window: Number, optimizer: optax.GradientTransformation) -> Rule:
       (10, 70)
 
     References:
-      Ferdinand et al., "Anytime minibatch: exploiting stragglers in online distributed optimization", arXiv:2006.05752.
+      Ferdinand, Al-Lawati, Draper, Nokleby, "Anytime Minibatch: Exploiting Stragglers in Online Distributed
+      Optimization", arXiv:2006.05752, 2019.
     """
     check_range("window", window, 0, ends="()")
     start, step = optimizer_on_values(optimizer, _step_with_mean, shared=True)

@@ -42,7 +42,7 @@ def delay_by_one(optimizer: optax.GradientTransformation) -> Rule:
       (100, 1)
 
     References:
-      Cui et al., "Asynchronous decentralized distributed training of acoustic models", arXiv:2110.11199, 2021.
+      Cui et al., "Asynchronous Decentralized Distributed Training of Acoustic Models", arXiv:2110.11199, 2021.
     """
     # x_i <- x̄ - γ g(x_i): the update is computed at the worker's own model and applied to the mean.
     start, step = optimizer_on_values(optimizer, partial(combine_and_adapt, lambda params, mean: mean))

@@ -44,8 +44,8 @@ def local_sgd(
       True
 
     References:
-      Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767, 2019. Lim et al., "Biased Local SGD
-      for Efficient Deep Learning on Heterogeneous Systems", arXiv:2508.08540, 2025 (H_i).
+      Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767, 2019. Lim, Jo, Ko, Go, Hwa, Lee,
+      "Biased Local SGD for Efficient Deep Learning on Heterogeneous Systems", arXiv:2508.08540, 2025 (H_i).
     """
     # a <- a - mean(a - x_i) is the mean of the models.
     return local_rule("local_sgd", optimizer, outer or optax.sgd(1.0), sync_period=sync_period, delay=0)

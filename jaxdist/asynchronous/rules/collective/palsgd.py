@@ -49,7 +49,8 @@ def palsgd(
       10
 
     References:
-      Naganuma et al., "Pseudo-asynchronous local SGD", arXiv:2504.18454, 2025.
+      Naganuma et al., "Pseudo-Asynchronous Local SGD: Robust and Efficient Data-Parallel Training", arXiv:2504.18454,
+      2025.
     """
     check_range("probability", probability, 0, 1)
     check_range("pull", pull, 0, ends="[]")

@@ -52,7 +52,7 @@ def pipe_sgd(optimizer: optax.GradientTransformation, *, width: int = 2) -> Rule
       179
 
     References:
-      Li et al., "Pipe-SGD: a decentralized pipelined SGD framework for distributed deep net training",
+      Li et al., "Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training",
       arXiv:1811.03619, 2018.
     """
     check_range("width", width, 1, ends="[]", hint="1 waits for each all-reduce, 2 hides it")

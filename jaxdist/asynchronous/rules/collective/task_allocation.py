@@ -49,7 +49,7 @@ def task_allocation(
       [16, 22, 1000]
 
     References:
-      Chao, Liao, Gao, "Task allocation for decentralized training in heterogeneous environment", arXiv:2111.08272,
+      Chao, Liao, Gao, "Task Allocation for Decentralized Training in Heterogeneous Environment", arXiv:2111.08272,
       2021. The average over 8 rounds is ours.
     """
     check_range("batch", batch, 1, ends="[]")

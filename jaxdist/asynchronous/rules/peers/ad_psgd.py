@@ -67,9 +67,10 @@ def ad_psgd(
       (3.1666666666666665, 3.0)
 
     References:
-      Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel stochastic gradient descent", arXiv:1710.06952,
-      2018; Zhang et al., "Improving efficiency in large-scale decentralized distributed training", 2020 (the randomized
-      ring); Cui et al., arXiv:2110.11199, 2021.
+      Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv:1710.06952,
+      2018; Zhang et al., "Improving Efficiency in Large-Scale Decentralized Distributed Training", ICASSP,
+      arXiv:2002.01119, 2020 (the randomized ring); Cui et al., "Asynchronous Decentralized Distributed Training of
+      Acoustic Models", arXiv:2110.11199, 2021.
     """
     pairing, (start, step) = pair_protocol(exchange, choice), optimizer_on_values(optimizer)
 

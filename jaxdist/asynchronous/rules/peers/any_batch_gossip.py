@@ -80,7 +80,7 @@ def any_batch_gossip(
 
     References:
       Eshraghi, Liang, "Distributed Online Optimization over a Heterogeneous Network with Any-Batch Mirror Descent",
-      ICML 2020 (the weights are ours).
+      ICML, 2020 (the weights are ours).
     """
     check_range("window", window, 0, ends="()")
     if weights not in ("batch", "uniform"):

@@ -42,8 +42,8 @@ def choco_exchange(compressor: Compressor, *, step_size: Number) -> Exchange:
       'ad_psgd'
 
     References:
-      Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed
-      communication", arXiv:1902.00340, 2019.
+      Koloskova, Stich, Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
+      Communication", arXiv:1902.00340, 2019.
     """
     check_range("step_size", step_size, 0, 1, ends="(]")
     # An unbiased compressor is scaled to a contraction, or differences to the copies would grow.

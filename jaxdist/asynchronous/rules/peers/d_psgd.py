@@ -92,8 +92,8 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
       3.4
 
     References:
-      Lian, Zhang, Zhang, Hsieh, Zhang, Liu, "Can decentralized algorithms outperform centralized algorithms? A case
-      study for decentralized parallel stochastic gradient descent", arXiv:1705.09056, 2017.
+      Lian, Zhang, Zhang, Hsieh, Zhang, Liu, "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case
+      Study for Decentralized Parallel Stochastic Gradient Descent", arXiv:1705.09056, 2017.
     """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")

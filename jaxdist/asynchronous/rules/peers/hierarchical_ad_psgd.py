@@ -78,7 +78,7 @@ def hierarchical_ad_psgd(
       1900
 
     References:
-      Zhang et al., "A highly efficient distributed deep learning system for automatic speech recognition",
+      Zhang et al., "A Highly Efficient Distributed Deep Learning System for Automatic Speech Recognition",
       arXiv:1907.05701, 2019.
     """
     check_range("group_size", group_size, 1, ends="[]")

@@ -101,7 +101,7 @@ def hop(
       1604
 
     References:
-      Luo, Lin, Zhuo, Qian, "Hop: heterogeneity-aware decentralized training", arXiv:1902.01064, 2019. The iteration is
+      Luo, Lin, Zhuo, Qian, "Hop: Heterogeneity-Aware Decentralized Training", arXiv:1902.01064, 2019. The iteration is
       that of `d_psgd`.
     """
     _check(tokens, backup, staleness, skip)

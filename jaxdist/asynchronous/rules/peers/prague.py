@@ -112,8 +112,8 @@ def prague(
       smart 2641
 
     References:
-      Luo, He, Zhuo, Qian, "Prague: high-performance heterogeneity-aware asynchronous decentralized training", ASPLOS
-      2020; as "Heterogeneity-aware asynchronous decentralized training", arXiv:1909.08029, 2019.
+      Luo, He, Zhuo, Qian, "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS,
+      arXiv:1909.08029, 2020.
     """
     check_range("group_size", group_size, 2, ends="[]")
     if groups not in GROUPS:

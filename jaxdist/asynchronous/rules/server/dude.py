@@ -43,7 +43,7 @@ def dude(optimizer: optax.GradientTransformation) -> Rule:
       694
 
     References:
-      Wang, Sun, et al., "Dual-delayed asynchronous SGD for arbitrarily heterogeneous data", arXiv:2405.16966, 2024;
+      Wang, Sun, Wai, Zhang, "Dual-Delayed Asynchronous SGD for Arbitrarily Heterogeneous Data", arXiv:2405.16966, 2024;
       Gurbuzbalaban, Ozdaglar, Parrilo, "On the convergence rate of incremental aggregated gradient algorithms",
       arXiv:1506.02081, 2015.
     """

@@ -36,7 +36,8 @@ def malenia(batch: Number, optimizer: optax.GradientTransformation, *, stop: boo
       200
 
     References:
-      Tyurin, Richtárik, arXiv:2305.12387, 2023.
+      Tyurin, Richtárik, "Optimal time complexities of parallel stochastic optimization methods under a fixed
+      computation model", arXiv:2305.12387, 2023.
     """
     check_range("batch", batch, 0, ends="(]")
     return minibatch_rule("malenia", optimizer, partial(_has_harmonic_mean, batch), _mean_of_means, stop)

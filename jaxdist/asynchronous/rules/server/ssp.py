@@ -45,7 +45,7 @@ def ssp(staleness: int, optimizer: optax.GradientTransformation) -> Rule:
       409
 
     References:
-      Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013.
+      Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS, 2013.
     """
     check_range("staleness", staleness, 0, ends="[]")
     server = stepper(optimizer)

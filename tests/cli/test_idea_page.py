@@ -1,0 +1,93 @@
+"""The commands of the page `From an idea to a figure` leave what it says: a figure, a table and a bibliography."""
+
+import re
+import shlex
+import sys
+
+import pytest
+from paths import REPOSITORY
+
+from jaxdist._cli import main as cli
+
+PAGE = (REPOSITORY / "docs/how-to/from-an-idea-to-a-figure.md").read_text()
+COMMANDS = re.findall(
+    r"^jaxdist (.*)", "".join(re.findall(r"^```shell\n(.*?)```", PAGE, re.M | re.S)).replace("\\\n", ""), re.M
+)
+# The same runs, but shorter.
+SHORT = {"--steps": ["2"], "--seeds": ["2"], "--devices": ["2"], "--seconds": ["0.5"], "--evaluations": ["4"]}
+SHORT |= {"--rates": ["0.4"], "--rule": ["ringmaster:8"]}
+SMALL = ["--model", "convnet:1", "--batch", "4"]
+
+
+def shorten(words):
+    """A command with the values of `SHORT` in place of its own."""
+    kept, option = [], None
+    for word in words:
+        option = word if word.startswith("--") else option
+        if word == option:
+            kept += [word, *SHORT.get(word, [])]
+        elif option not in SHORT:
+            kept.append(word)
+    return kept
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory with `my_idea.py`, the first block of the page."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_idea.py").write_text(re.search(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[1])
+    yield tmp_path
+    sys.modules.pop("my_idea", None)
+
+
+def run(command, capsys, *, short):
+    """Runs a command of the page, with its output in the file that it names; returns what it printed."""
+    line, _, place = command.partition(" > ")
+    words = shlex.split(line)
+    if short and words[0] != "reducers":
+        words = [*shorten(words), *SMALL]
+    capsys.readouterr()
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    if place:
+        with open(place, "w") as file:
+            file.write(printed)
+    return printed
+
+
+def check_files(folder):
+    for name in ("idea.pdf", "uneven.pdf"):
+        assert (folder / name).read_bytes().startswith(b"%PDF")
+    idea, uneven, papers = ((folder / name).read_text() for name in ("idea.tex", "uneven.tex", "idea.bib"))
+    for table in (idea, uneven):
+        assert table.count(r"\begin{tabular}") == table.count(r"\end{tabular}") == 1
+        assert "ms/step" not in table
+    assert r"Top-k, 10 \% & " in idea
+    assert "Ours & " in idea
+    assert "ringmaster:8 & " in uneven
+    assert {"@misc{alistarh2016qsgd,", "@misc{stich2018sparsifiedsgd,"} <= set(papers.splitlines())
+
+
+def test_commands_of_the_page_leave_what_it_says(folder, capsys):
+    assert [command.split()[0] for command in COMMANDS] == ["compare", "reducers", "replay"]
+    for command in COMMANDS:
+        run(command, capsys, short=True)
+    check_files(folder)
+    # What the LaTeX of the page reads.
+    for name in re.findall(r"\\(?:includegraphics(?:\[.*\])?|input)\{(.+?)\}", PAGE):
+        assert (folder / name).exists(), name
+
+
+@pytest.mark.slow
+def test_the_table_of_the_page_is_what_its_command_prints(folder, capsys):
+    printed = run(COMMANDS[0], capsys, short=False)
+    (shown,) = re.findall(r"^reducer  .*\n((?:.+\n)+?)```", PAGE, re.M)
+    for row in shown.splitlines():
+        name, sent, fewer, *numbers = re.split(r"  +", row)
+        (line,) = (line for line in printed.splitlines() if f" {name} " in line and " ±" in line)
+        found = re.split(r"  +", line.strip(" *"))
+        assert found[:3] == [name, sent, fewer]
+        losses = [[float(number) for number in re.findall(r"[\d.]+", text)] for text in (numbers[0], found[3])]
+        # Losses differ slightly between processors.
+        assert losses[0] == pytest.approx(losses[1], abs=0.02)
