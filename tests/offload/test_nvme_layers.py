@@ -16,8 +16,9 @@ import pytest
 
 import jaxdist as jd
 from jaxdist import offload
+from jaxdist.offload.layers import passes
+from jaxdist.offload.layers.stack import StepConfig
 from jaxdist.offload.nvme import files
-from jaxdist.offload.nvme_layers import step
 from jaxdist.offload.nvme_layers.step import Step
 
 WIDTH = 12
@@ -156,10 +157,10 @@ def test_workers_average_each_layer(tmp_path):
         run.step({"x": np.zeros((3, 5), np.float32), "y": np.zeros((3, 3), np.float32)})
     run.close()
 
-    config = step.StepConfig(STACK, jd.exact(), mesh, "data")
+    config = StepConfig(STACK, jd.exact(), mesh, "data")
     layer_grads = config.build_programs().layer_grads
     x = jnp.ones((8, WIDTH))
-    ops = jd.analysis.collectives(layer_grads.lower(params["layers"][0], x, x).compile()).ops
+    ops = jd.analysis.collectives(layer_grads.lower(params["layers"][0], x, x, None).compile()).ops
     assert [op.kind for op in ops] == ["all-reduce"]
     # On four workers a ring sends 2 (W-1)/W of the gradient.
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"][0]))
@@ -246,11 +247,12 @@ def test_activations_in_host_memory(tmp_path, monkeypatch):
         STACK, optax.sgd(0.1), offload.Store(tmp_path), mesh=jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
     )
     start(run, params)
-    monkeypatch.setattr(step, "on_host", lambda device: False)
-    monkeypatch.setattr(step.jax, "device_put", note)
+    monkeypatch.setattr(passes, "on_host", lambda device: False)
+    monkeypatch.setattr(passes.jax, "device_put", note)
     run.step(make_batch(0))
     monkeypatch.undo()
-    assert kinds.count("pinned_host") == 3
+    # Of the embedding and of the first layer; the head takes the result of the second from the device.
+    assert kinds.count("pinned_host") == 2
     assert difference(read_all(run, 2), every[-1]) < 1e-6
     run.close()
 
@@ -427,4 +429,31 @@ def test_the_state_of_empty_leaves_keeps_its_dtype(tmp_path):
     run.init(lambda i: {"w": np.ones(2, np.float32)}, 1, embed={}, head=params)
     found, wanted = run.state("head"), tx.init(jax.tree.map(jnp.asarray, params))
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, wanted)
+    run.close()
+
+
+def test_examples_weight_the_workers(tmp_path):
+    """A worker counts as often as it has examples; one without any is left out, whatever its rows give."""
+    params, mesh = make_params(2), jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    stack = STACK._replace(
+        head=lambda p, x, batch: jnp.sum(batch["real"] * (x @ p["w"] - batch["y"]).sum(1) ** 2) / batch["real"].sum()
+    )
+    run = offload.nvme_layers(stack, optax.sgd(0.1), offload.Store(tmp_path), mesh=mesh)
+    start(run, params)
+    batch = {**make_batch(0), "real": np.array([1, 1, 1, 0, 1, 0, 0, 0], np.float32)}
+    loss, grads = jax.value_and_grad(whole_loss)(params, batch, stack)
+    np.testing.assert_allclose(run.loss(batch, [3, 1]), loss, rtol=1e-6)
+    np.testing.assert_allclose(run.step(batch, np.array([3, 1])), loss, rtol=1e-6)
+    after = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    assert difference(read_all(run, 2), after) < 1e-6
+    # The second worker's mean is that of no rows, 0/0.
+    batch["real"] = np.array([1, 1, 1, 1, 0, 0, 0, 0], np.float32)
+    assert np.isfinite(run.step(batch, [4, 0]))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(read_all(run, 2)))
+    before = run.stats().step
+    assert np.isnan(run.step(batch, [0, 0]))
+    assert run.stats().step == before
+    for examples, match in (([1, 2, 3], "one number for each of 2 workers"), ([1, -1], "at least 0 and finite")):
+        with pytest.raises(ValueError, match=match):
+            run.step(batch, examples)
     run.close()
