@@ -2,6 +2,10 @@
 
 from .delayed import delayed as delayed
 from .host import host as host
+from .host_layers.base import HostLayers as HostLayers
+from .host_layers.base import HostLayersState as HostLayersState
+from .host_layers.base import host_layers as host_layers
+from .host_layers.step import LayerState as LayerState
 from .layers.stack import LayerStack as LayerStack
 from .nvme.base import nvme as nvme
 from .nvme.files import Store as Store

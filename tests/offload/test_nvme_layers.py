@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from stacks import STACK, WIDTH, difference, make_batch, make_params, plain_steps, whole_loss
 
 import jaxdist as jd
 from jaxdist import offload
@@ -21,53 +22,7 @@ from jaxdist.offload.layers.stack import StepConfig
 from jaxdist.offload.nvme import files
 from jaxdist.offload.nvme_layers.step import Step
 
-WIDTH = 12
 ONE_CHUNK = 3 * 4096 * 4  # 4096 entries of Adam's state in float32, with the parameters
-STACK = offload.LayerStack(
-    embed=lambda p, batch: batch["x"] @ p["w"],
-    layer=lambda p, x: x + jnp.tanh(x @ p["w"] + p["b"][None]) @ p["v"],
-    head=lambda p, x, batch: jnp.mean((x @ p["w"] - batch["y"]) ** 2),
-)
-
-
-def make_params(count, dtype=np.float32, width=WIDTH):
-    def draw(seed, *shape):
-        return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(width)).astype(dtype)
-
-    layers = [
-        {"w": draw(3 * i, width, width), "b": np.zeros(width, dtype), "v": draw(3 * i + 1, width, width)}
-        for i in range(count)
-    ]
-    return {"embed": {"w": draw(100, 5, width)}, "layers": layers, "head": {"w": draw(101, width, 3)}}
-
-
-def make_batch(step, dtype=np.float32):
-    rng = np.random.default_rng(1000 + step)
-    return {"x": rng.normal(size=(8, 5)).astype(dtype), "y": rng.normal(size=(8, 3)).astype(dtype)}
-
-
-def whole_loss(params, batch, stack=STACK):
-    x = stack.embed(params["embed"], batch)
-    for layer in params["layers"]:
-        x = stack.layer(layer, x)
-    return stack.head(params["head"], x, batch)
-
-
-def plain_steps(tx, params, steps, dtype=np.float32):
-    """The same in memory: one gradient of the whole loss, one update of the whole tree."""
-    state, losses, every = tx.init(params), [], [params]
-
-    @jax.jit
-    def step(params, state, batch):
-        loss, grads = jax.value_and_grad(whole_loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    for number in range(steps):
-        params, state, loss = step(params, state, make_batch(number, dtype))
-        losses.append(float(loss))
-        every.append(params)
-    return every, state, losses
 
 
 def start(run, params):
@@ -80,13 +35,6 @@ def read_all(run, count):
         "layers": [run.params(i) for i in range(count)],
         "head": run.params("head"),
     }
-
-
-def difference(x, y):
-    return max(
-        float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), initial=0.0))
-        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    )
 
 
 @pytest.fixture
@@ -310,7 +258,7 @@ def test_a_kill_between_any_two_operations_leaves_one_step(tmp_path, monkeypatch
 
 CHILD = """
 import os, signal, sys, optax
-sys.path.insert(0, sys.argv[3])
+sys.path[:0] = sys.argv[3:]
 import test_nvme_layers as t
 from jaxdist import offload
 from jaxdist.offload.nvme import files
@@ -332,7 +280,7 @@ while True:
 @pytest.mark.parametrize("write", [1, 7, 10, 11, 25, 44])
 def test_killed_it_continues_in_every_bit(tmp_path, write):
     """Ten writes a step: killed in the steps 1 to 5, at a first, a middle and a last write."""
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "killed"), str(write), os.path.dirname(__file__)]
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "killed"), str(write), *sys.path]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     params, found = make_params(3), []
     for name in ("killed", "spared"):

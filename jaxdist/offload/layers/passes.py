@@ -71,8 +71,8 @@ class Passes:
         self.examples = None if examples is None else config.place_batch(examples)
         self.last = parts - 1
         self.visits = list_visits(parts, train=train, clips=clips)
-        # The result of each part on the host, until the backward pass takes it from the end.
-        self.results: list[PyTree] = []
+        # The result of each part on the host, until the backward pass takes it.
+        self.results: dict[int, PyTree] = {}
         self.x: Any = None
         self.cotangent: Any = None
         self.loss: Any = None
@@ -83,7 +83,7 @@ class Passes:
         self.x = copy_forwarded(x, params)
         # The head takes its input from the device.
         if self.train and i < self.last - 1:
-            self.results.append(to_host(self.x))
+            self.results[i] = to_host(self.x)
 
     def evaluate(self, params: PyTree) -> None:
         """Computes the loss."""
@@ -108,8 +108,7 @@ class Passes:
 
     def take_input(self, i: int) -> PyTree:
         """The input of layer `i`, on the device; the host keeps it no longer."""
-        del i
-        return to_device(self.results.pop())
+        return to_device(self.results.pop(i - 1))
 
 
 def to_host(x: PyTree) -> PyTree:

@@ -1,7 +1,7 @@
 """A model as a stack of layers, and the compiled functions of its parts."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -162,7 +162,12 @@ class StepConfig(NamedTuple):
 
     def place_params(self, params: PyTree) -> PyTree:
         """Copies arrays to the device, or to all devices of the mesh."""
-        return jax.device_put(params, None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec()))
+        if self.mesh is not None:
+            return jax.device_put(params, NamedSharding(self.mesh, PartitionSpec()))
+        leaves, structure = jax.tree.flatten(params)
+        # An array in the memory of a device's host goes to that device.
+        places = [x.sharding.with_memory_kind("device") if isinstance(x, jax.Array) else None for x in leaves]
+        return structure.unflatten([jax.device_put(x, place) for x, place in zip(leaves, places, strict=True)])
 
     def place_batch(self, batch: PyTree) -> PyTree:
         """Copies a batch to the device, or splits it over the workers along its first dimension."""
