@@ -9,7 +9,7 @@ from stacks import STACK, WIDTH, difference, make_batch, make_params, plain_step
 
 import jaxdist as jd
 from jaxdist import offload
-from jaxdist.offload.host_layers.step import Step
+from jaxdist.offload.host_layers.step import HostStep
 from jaxdist.offload.layers.passes import Pass
 
 
@@ -198,7 +198,7 @@ def test_three_layers_on_the_device(monkeypatch, clip):
     change = planned(update.update, layer, adam.init(layer), layer, None if clip is None else jnp.ones(()))
     running = {Pass.FORWARD: planned(programs.layer, layer, x), Pass.UPDATE: change}
     running[Pass.BACKWARD] = backward if clip else max(backward, change)
-    visit, load, last = Step.visit, Step.load, []
+    visit, load, last = HostStep.visit, HostStep.load, []
 
     def note_visit(step, k):
         last[:] = [step.visits[k]]
@@ -209,8 +209,8 @@ def test_three_layers_on_the_device(monkeypatch, clip):
         if last and 0 < last[0].part < step.last:
             found.append(live_bytes() - base + running[last[0].kind])
 
-    monkeypatch.setattr(Step, "visit", note_visit)
-    monkeypatch.setattr(Step, "load", note_load)
+    monkeypatch.setattr(HostStep, "visit", note_visit)
+    monkeypatch.setattr(HostStep, "load", note_load)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(layer))
     # On a CPU the inputs of all layers wait in the memory of the device.
     activations = (count + 10) * x.nbytes
@@ -226,13 +226,13 @@ def test_three_layers_on_the_device(monkeypatch, clip):
 def test_layers_are_sent_ahead(monkeypatch):
     """While a part is computed the next two are on the way, across the turn from forward to backward too."""
     seen = []
-    visit = Step.visit
+    visit = HostStep.visit
 
     def note(step, k):
         seen.append(sorted(step.loaded))
         return visit(step, k)
 
-    monkeypatch.setattr(Step, "visit", note)
+    monkeypatch.setattr(HostStep, "visit", note)
     for prefetch in (0, 1, 2):
         seen.clear()
         run = offload.host_layers(STACK, optax.sgd(0.1), prefetch=prefetch)

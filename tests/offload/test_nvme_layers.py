@@ -20,7 +20,7 @@ from jaxdist import offload
 from jaxdist.offload.layers import passes
 from jaxdist.offload.layers.stack import StepConfig
 from jaxdist.offload.nvme import files
-from jaxdist.offload.nvme_layers.step import Step
+from jaxdist.offload.nvme_layers.step import DiskStep
 
 ONE_CHUNK = 3 * 4096 * 4  # 4096 entries of Adam's state in float32, with the parameters
 
@@ -124,7 +124,7 @@ def test_one_layer_of_gradients_and_one_compilation(tmp_path, monkeypatch):
         traces.append(1)
         return STACK.layer(p, x)
 
-    leave = Step._leave
+    leave = DiskStep._leave
 
     def live_bytes():
         # Several arrays may be views of one buffer.
@@ -134,7 +134,7 @@ def test_one_layer_of_gradients_and_one_compilation(tmp_path, monkeypatch):
         alive.append(live_bytes())
         leave(step, part, grads, data)
 
-    monkeypatch.setattr(Step, "_leave", count_memory)
+    monkeypatch.setattr(DiskStep, "_leave", count_memory)
     run = offload.nvme_layers(STACK._replace(layer=layer), optax.adam(1e-2), offload.Store(tmp_path), prefetch=0)
     start(run, params)
     before = live_bytes()
@@ -160,7 +160,7 @@ def test_one_layer_of_gradients_and_one_compilation(tmp_path, monkeypatch):
 def test_parameters_are_read_ahead(tmp_path, monkeypatch, prefetch):
     """While a part is computed the next ones are read and copied to the device; without prefetch none is."""
     prepared = [threading.Event() for _ in range(20)]
-    prepare, visit, seen = Step.prepare, Step.visit, []
+    prepare, visit, seen = DiskStep.prepare, DiskStep.visit, []
 
     def note(step, k, data):
         prepare(step, k, data)
@@ -171,8 +171,8 @@ def test_parameters_are_read_ahead(tmp_path, monkeypatch, prefetch):
         seen.append(all(ahead) and not any(event.is_set() for event in prepared[k + 1 + prefetch :]))
         visit(step, k, data)
 
-    monkeypatch.setattr(Step, "prepare", note)
-    monkeypatch.setattr(Step, "visit", look)
+    monkeypatch.setattr(DiskStep, "prepare", note)
+    monkeypatch.setattr(DiskStep, "visit", look)
     run = offload.nvme_layers(STACK, optax.sgd(0.1), offload.Store(tmp_path), prefetch=prefetch)
     start(run, make_params(3))
     run.step(make_batch(0))

@@ -17,7 +17,7 @@ from ...transforms.extra_args import with_extra_args
 from ..host import with_master
 from ..layers.stack import LayerStack, Programs, StepConfig, check_layer, configure
 from ..nvme.model import describe
-from .step import LayerState, Step, hold
+from .step import HostStep, LayerState, hold
 from .update import PartUpdate, check_optimizer, compile_update
 
 EXACT = exact()
@@ -156,9 +156,9 @@ class _HostLayers(NamedTuple):
     def loss(self, state: HostLayersState, batch: PyTree, examples: Any = None) -> Array:
         return self._step(state, batch, self.config.count_examples(examples), train=False).run()
 
-    def _step(self, state: HostLayersState, batch: PyTree, examples: np.ndarray | None, *, train: bool) -> Step:
+    def _step(self, state: HostLayersState, batch: PyTree, examples: np.ndarray | None, *, train: bool) -> HostStep:
         parts = [state.embed, *state.layers, state.head]
-        return Step(
+        return HostStep(
             self.config,
             self.programs,
             self.update,

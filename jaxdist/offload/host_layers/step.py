@@ -33,7 +33,7 @@ class _Dispatched(NamedTuple):
     replaced: LayerState | None
 
 
-class Step(Passes):
+class HostStep(Passes):
     """The visits of a step, each dispatched while the next parts are on their way to the device.
 
     Args:

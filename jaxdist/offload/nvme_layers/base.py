@@ -20,7 +20,7 @@ from ..nvme.files import Store, StreamedStats, check_store, folder_of_process
 from ..nvme.folder import StreamedFolder
 from ..nvme.model import Model, describe
 from .parts import PartProgram, StackPart, init_program, lay_out_parts, reshape_vectors, update_program
-from .step import Step
+from .step import DiskStep
 
 EXACT = exact()
 
@@ -210,7 +210,9 @@ class _LayerStream(StreamedFolder[_Opened]):
         disk.flush()
         stored = _split_numbers(opened.updates, disk.numbers)
         numbers = [update.numbers(x) for update, x in zip(opened.updates, stored, strict=True)]
-        step = Step(self.config, self.programs, opened.parts, opened.updates, numbers, batch, counts, self.clip_norm)
+        step = DiskStep(
+            self.config, self.programs, opened.parts, opened.updates, numbers, batch, counts, self.clip_norm
+        )
         kept = [x for update, each in zip(opened.updates, numbers, strict=True) for x in update.keep(each)]
         disk.advance(step.visit, kept, lambda: None, accesses=step.accesses(), prepare=step.prepare)
         return step.loss
@@ -218,7 +220,7 @@ class _LayerStream(StreamedFolder[_Opened]):
     def loss(self, batch: PyTree, examples: Any = None) -> Array:
         opened = self.require_open()
         counts = self.config.count_examples(examples)
-        step = Step(self.config, self.programs, opened.parts, opened.updates, [], batch, counts, None, train=False)
+        step = DiskStep(self.config, self.programs, opened.parts, opened.updates, [], batch, counts, None, train=False)
         opened.disk.scan(step.visit, step.accesses())
         return step.loss
 

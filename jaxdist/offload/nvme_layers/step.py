@@ -13,7 +13,7 @@ from ..nvme.disk import Access
 from .parts import PartProgram, StackPart, reshape_vectors
 
 
-class Step(Passes):
+class DiskStep(Passes):
     """The visits of a step, each to a buffer of the disk.
 
     Args:
