@@ -48,7 +48,7 @@ def compile_update(
 
     def update(params: PyTree, state: State, grads: PyTree, total: Array | None) -> tuple[PyTree, State]:
         grads = cast(grads)
-        if total is not None:
+        if total is not None and clip_norm is not None:
             norm = jnp.sqrt(total)
             # As `optax.clip_by_global_norm`: a norm that is not finite shows in the parameters.
             grads = jax.tree.map(

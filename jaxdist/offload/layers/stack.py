@@ -207,10 +207,11 @@ def configure(name: str, stack: LayerStack, reducer: Reducer, mesh: Mesh | None,
             "shard the model over machines with zero.gathered_scan"
         )
     _check_reducer(reducer)
-    for each in () if mesh is None else axis_tuple(axis):
-        if each not in mesh.axis_names:
-            raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
-    return StepConfig(stack, reducer, mesh, axis if mesh is not None else None)
+    if mesh is None:
+        return StepConfig(stack, reducer, None, None)
+    if not set(axis_tuple(axis)) <= set(mesh.axis_names):
+        raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
+    return StepConfig(stack, reducer, mesh, axis)
 
 
 def _check_reducer(reducer: Reducer) -> None:
