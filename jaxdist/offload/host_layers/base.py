@@ -38,9 +38,10 @@ class HostLayers(NamedTuple):
       init: `init(layer, count, *, embed, head) -> state`. `layer(i)` returns the initial parameters of layer `i`; one
         layer is on the device at a time. `embed` and `head` are their parameters, `{}` for none.
       step: `step(state, batch, examples=None) -> (state, loss)`, one step of training. The state is donated: its arrays
-        are deleted as new ones take their places, so that the host never holds the model twice. `examples` are the
-        numbers of examples of the workers, by which their gradients and losses are weighted; if all are 0, the state
-        stays and the loss is NaN.
+        are deleted as new ones take their places, so that the host never holds the model twice, and a step that is
+        interrupted after its first update leaves none. NumPy arrays are taken too. `examples` are the numbers of
+        examples of the workers, by which their gradients and losses are weighted; if all are 0, the state stays and the
+        loss is NaN.
       loss: `loss(state, batch, examples=None) -> loss`, the forward pass alone.
     """
 

@@ -49,16 +49,20 @@ def compile_update(
     def update(params: PyTree, state: State, grads: PyTree, total: Array | None) -> tuple[PyTree, State]:
         grads = cast(grads)
         if total is not None and clip_norm is not None:
-            norm = jnp.sqrt(total)
-            # As `optax.clip_by_global_norm`: a norm that is not finite shows in the parameters.
-            grads = jax.tree.map(
-                lambda g: jnp.where(norm < clip_norm, g, g / norm.astype(g.dtype) * jnp.asarray(clip_norm, g.dtype)),
-                grads,
-            )
+            grads = _clip(grads, jnp.sqrt(total), clip_norm)
         updates, state = inner.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     return PartUpdate(jax.jit(inner.init), jax.jit(square), jax.jit(update, donate_argnums=(0, 1)))
+
+
+def _clip(grads: PyTree, norm: Array, limit: float | int) -> PyTree:
+    """As `optax.clip_by_global_norm`: a norm that is not finite shows in the parameters."""
+
+    def clip_leaf(g: Array) -> Array:
+        return jnp.where(norm < limit, g, g / norm.astype(g.dtype) * jnp.asarray(limit, g.dtype))
+
+    return jax.tree.map(clip_leaf, grads)
 
 
 def check_optimizer(inner: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
