@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 
+from .._core.pinned import explain_pinned_limit
 from ..analysis.cost import Chip
 from ..offload.nvme.files import Store
 from . import planning
@@ -18,6 +19,7 @@ from .training.one_worker import Offload, check_combination
 
 # The folder is never made: nothing is written.
 DISK = Offload(Path("disk"))
+GPU_CHIPS = (*planning.pods.GPUS, planning.OWN)
 # `prefetch + 1` of `nvme_layers`.
 BUFFERS = 3
 
@@ -93,6 +95,8 @@ def plan_layers(
         # The update is computed on the device, with the state.
         device["optimizer state"] = BUFFERS * largest * state
         host = {"parameters": parameters * width, "optimizer state": parameters * state, "inputs of layers": inputs}
+    # As JAX holds them: pinned.
+    pinned = explain_pinned_limit(sum(host.values())) if place == "host" and one.chip.name in GPU_CHIPS else None
     peak = float(sum(device.values()))
     # The backward pass computes each layer again: four passes in place of three. From a disk parameters cross twice,
     # inputs and gradients once each way; from the host what is read and the inputs, while the rest goes back.
@@ -124,6 +128,7 @@ def plan_layers(
         warnings=(
             "counted from the shapes, with the temporary memory and the time of one layer as it is compiled: "
             f"see offload.{'nvme' if place == 'disk' else 'host'}_layers",
+            *([pinned] if pinned else []),
         ),
     )
 

@@ -171,6 +171,24 @@ def test_the_state_is_donated_and_may_be_numpy():
     run.step(after, make_batch(2))
 
 
+def test_more_than_a_gpu_pins_is_refused_before_it_is_allocated(monkeypatch):
+    class Gpu:
+        platform = "gpu"
+
+    run, params = offload.host_layers(STACK, optax.adam(1e-2), clip_norm=1.0), make_params(1)
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(params[name])) for name in ("embed", "layers", "head")]
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")
+    # Parameters, gradients and two moments.
+    layers = 2**30 // (4 * sizes[1])
+
+    outside = {"embed": params["embed"], "head": params["head"]}
+    with pytest.raises(
+        ValueError, match=r"takes 1.1 GB of host memory, but XLA gives a GPU 1 GiB .*_LIMIT_GB=2 before"
+    ):
+        run.init(lambda i: params["layers"][0] if i == 0 else pytest.fail("allocated"), layers, **outside)
+
+
 @pytest.mark.slow
 def test_a_checkpoint_continues_in_host_memory(tmp_path):
     params = make_params(2)

@@ -1,6 +1,7 @@
 """Training with parameters, gradients and optimizer state in host memory, three layers on the device at a time."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,13 +11,14 @@ import optax
 from jax.sharding import Mesh
 
 from ..._core.checks import check_range
+from ..._core.pinned import explain_pinned_limit
 from ..._core.types import Array, AxisNames, PyTree
 from ...reducers.exact import exact
 from ...reducers.reducer import Reducer
 from ...transforms.extra_args import with_extra_args
 from ..host import with_master
 from ..layers.stack import LayerStack, Programs, StepConfig, check_layer, configure
-from ..nvme.model import describe
+from ..nvme.model import Model, describe
 from .step import HostStep, LayerState, hold
 from .update import PartUpdate, check_optimizer, compile_update
 
@@ -87,8 +89,9 @@ def host_layers(
 
     Raises:
       ValueError: a negative `prefetch` or `clip_norm`; a reducer with residuals or random keys; several processes; from
-        `init`, an optimizer that combines parameters, communicates or draws random numbers, layers that differ; from
-        `step`, a batch that cannot be split, a layer that changes the shape of `x`.
+        `init`, an optimizer that combines parameters, communicates or draws random numbers, layers that differ, more
+        memory than XLA pins for a GPU (64 GiB unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set); from `step`, a batch
+        that cannot be split, a layer that changes the shape of `x`.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -133,6 +136,7 @@ class _HostLayers(NamedTuple):
         models = [describe(self.inner, tree, None) for tree in (embed, first, head)]
         for tree in (embed, first, head):
             check_optimizer(self.inner, tree)
+        self._check_pinned_memory([models[0], *[models[1]] * count, models[2]])
 
         def start(tree: PyTree) -> LayerState:
             params = self.config.place_params(tree)
@@ -144,6 +148,14 @@ class _HostLayers(NamedTuple):
             return start(models[1].tree.unflatten(leaves))
 
         return HostLayersState(start(embed), tuple(map(start_layer, range(count))), start(head))
+
+    def _check_pinned_memory(self, models: Sequence[Model]) -> None:
+        """Raises if the host's memory for a GPU cannot hold these parts; with `clip_norm` gradients too."""
+        devices = jax.devices() if self.config.mesh is None else list(self.config.mesh.devices.flat)
+        nbytes = sum(_nbytes((model.held, model.state)) + self.clips * _nbytes(model.held) for model in models)
+        advice = explain_pinned_limit(nbytes) if devices[0].platform == "gpu" else None
+        if advice is not None:
+            raise ValueError(f"the model takes {nbytes / 1e9:,.1f} GB of host memory, but {advice}")
 
     def step(self, state: HostLayersState, batch: PyTree, examples: Any = None) -> tuple[HostLayersState, Array]:
         counts = self.config.count_examples(examples)
@@ -170,3 +182,7 @@ class _HostLayers(NamedTuple):
             clips=self.clips,
             train=train,
         )
+
+
+def _nbytes(tree: PyTree) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
