@@ -1,6 +1,7 @@
 """What `gpu.py` measures of jaxdist and JAX."""
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jaxdist as jd
@@ -26,7 +28,9 @@ from .rows import Rows, Sizes
 
 def time_jax(run: Callable[[], Any], sizes: Sizes) -> float:
     """Seconds of a call: the median of turns, each of several calls in a row, which hide the time to dispatch."""
-    jax.block_until_ready(run())
+    # Twice: a first state is not committed to its device, and the program is compiled again for one that is.
+    for _ in range(2):
+        jax.block_until_ready(run())
     turns = []
     for _ in range(sizes.turns):
         start = time.perf_counter()
@@ -256,6 +260,61 @@ def offload_rows(rows: Rows, sizes: Sizes) -> None:
     for compute in ("device", "host"):
         tx = offload.host(optax.adamw(1e-3), compute=compute)
         rows.measure("offload", f'adamw, compute="{compute}"', functools.partial(time_optimizer, tx, few))
+    for name, place in PLACES.items():
+        rows.measure("offload", f"a step of {LAYERS} layers, {name}", functools.partial(time_layers, place, few))
+
+
+LAYERS = 8
+STACK = offload.LayerStack(
+    embed=lambda p, batch: batch,
+    layer=lambda p, x: x + jnp.tanh(x @ p["in"]) @ p["out"],
+    head=lambda p, x, batch: jnp.mean((x - batch) ** 2),
+)
+
+
+def start_whole(tx: optax.GradientTransformation, layers: list[Any]) -> tuple[Callable[..., Any], Any]:
+    """A step of all layers in one program, and its first state."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        return STACK.head({}, functools.reduce(lambda x, p: STACK.layer(p, x), params, batch), batch)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    params = jax.tree.map(jnp.asarray, layers)
+    return jax.jit(step, donate_argnums=0), (params, tx.init(params))
+
+
+def start_streamed(tx: optax.GradientTransformation, layers: list[Any]) -> tuple[Callable[..., Any], Any]:
+    """The same with all of it in host memory."""
+    run = offload.host_layers(STACK, tx)
+    return run.step, run.init(layers.__getitem__, len(layers), embed={}, head={})
+
+
+PLACES: dict[str, Callable[[list[Any]], tuple[Callable[..., Any], Any]]] = {
+    "on the device": functools.partial(start_whole, optax.adamw(1e-3)),
+    "offload.host": functools.partial(start_whole, offload.host(optax.adamw(1e-3), compute="device")),
+    "offload.host_layers": functools.partial(start_streamed, optax.adamw(1e-3)),
+}
+
+
+def time_layers(place: Callable[[list[Any]], tuple[Callable[..., Any], Any]], sizes: Sizes) -> dict[str, Any]:
+    """A step of AdamW, with twice as many rows as a layer is wide."""
+    width = math.isqrt(sizes.params // (2 * LAYERS))
+    draw = np.random.default_rng(0).standard_normal
+    made = [{name: draw((width, width), np.float32) / width for name in ("in", "out")} for _ in range(LAYERS)]
+    step, state = place(made)
+    batch = array((2 * width, width))
+
+    def run() -> Any:
+        nonlocal state
+        state, loss = step(state, batch)
+        return state, loss
+
+    return {"seconds": time_jax(run, sizes), "entries": 2 * LAYERS * width**2}
 
 
 def plan_rows(rows: Rows, sizes: Sizes) -> None:

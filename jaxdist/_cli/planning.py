@@ -28,10 +28,16 @@ NO_HOST = (
     "the compiler of {target} does not take --offload host ahead of time. This is the step with the state on the "
     "device, which is counted in host memory; gradients and updates cross at the full bandwidth of the link"
 )
+OWN = "gpu"  # a chip that the command line describes
+STAND_IN = "h100"  # whose compiler's description it gets
+STOOD_IN = (
+    f"compiled as for an {STAND_IN}: another chip has other kernels, and other temporary memory. Between its devices "
+    "the links are taken to be the same"
+)
 HOST = "pinned_host"
 TARGETS = (
-    "v5e:16x16, v5p:4x4x8, v6e:8x8, tpu7x:4x4x4 (TPU: generation and shape), h100:4x8, h200:2x8 (GPU: nodes and GPUs "
-    "of a node)"
+    "v5e:16x16, v5p:4x4x8, v6e:8x8, tpu7x:4x4x4 (TPU: generation and shape), h100:4x8, h200:2x8, a100:1x8, b200:1x8, "
+    "l40s:1x4, rtx4090:1x1 (GPU: nodes and GPUs of a node), gpu:1x1 (any, with --memory, --flops, --bandwidth)"
 )
 _SOLID = ("v5p", "tpu7x")  # whose torus has three dimensions
 _TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")
@@ -91,16 +97,42 @@ def check_target(target: str, num_slices: int = 1) -> str:
     """Returns the name of the chip in a target; raises ValueError if it is not spelled as in `TARGETS`."""
     found = re.fullmatch(r"(\w+):(\d+)x(\d+)(x\d+)?", target)
     name = found.group(1) if found else ""
-    if not found or name not in cost.CHIPS or bool(found.group(4)) != (name in _SOLID):
+    if not found or name not in (*cost.CHIPS, OWN) or bool(found.group(4)) != (name in _SOLID):
         raise ValueError(f"unknown target {target!r}; there are {TARGETS}")
-    if name in pods.GPUS and num_slices != 1:
+    if name in (*pods.GPUS, OWN) and num_slices != 1:
         raise ValueError(f"--slices is for TPUs; for {target} give the number of nodes, as in {name}:8x8")
     return name
+
+
+def describe_chip(
+    target: str, *, memory: float | None = None, flops: float | None = None, bandwidth: float | None = None
+) -> Chip | None:
+    """The chip of a target with these figures in place of its own; None if there are none to replace.
+
+    `memory` is in bytes, `flops` those of a second in matrix products of any dtype, `bandwidth` of its memory. The
+    target `gpu:1x1` needs all three; its link to the host is taken to be PCIe 4 with 16 lanes, 32 GB/s.
+    """
+    name = target.partition(":")[0]
+    given = {"memory": memory, "bandwidth": bandwidth, "flops": None if flops is None else {"other": flops}}
+    changed = {key: value for key, value in given.items() if value is not None}
+    if name != OWN:
+        # What large products and copies reach was measured on the chip as it is.
+        best = {"flops_reached": 1.0, "bandwidth_reached": 1.0, "launch": 0.0}
+        return cost.CHIPS[name]._replace(**changed, **best) if changed else None
+    missing = [f"--{key}" for key in ("memory", "flops", "bandwidth") if key not in changed]
+    if missing:
+        raise ValueError(
+            f"{target} is a chip of your own and needs {', '.join(missing)}, as in --memory 24GB --flops 165e12 "
+            "--bandwidth 1TB/s; named chips have them"
+        )
+    return Chip(OWN, changed["flops"], changed["memory"], changed["bandwidth"], 32e9)
 
 
 def mesh_of(target: str, num_slices: int = 1) -> tuple[Chip, jax.sharding.Mesh]:
     """The chip of a target such as `"v5e:16x16"` or `"h100:4x8"`, and a mesh with one axis over its devices."""
     name = check_target(target, num_slices)
+    if name == OWN:
+        return cost.CHIPS[STAND_IN], pods.gpu(target.replace(OWN, STAND_IN, 1))
     if name in pods.GPUS:
         return cost.CHIPS[name], pods.gpu(target)
     devices = pods.tpu(target, num_slices=num_slices).devices.reshape(-1)
@@ -112,6 +144,7 @@ def plan(
     workload: Workload,
     method: TrainingMethod,
     *,
+    chip: Chip | None = None,
     offload: Offload | None = None,
     batch_size: int | None = None,
     num_slices: int = 1,
@@ -120,12 +153,14 @@ def plan(
     """Compiles the step of `train.prepare` for a target and reads memory, bytes and time from the program.
 
     With an optimizer state on a disk, what is compiled is the step until the mean gradients. The default batch is one
-    example for each worker. A plan with `fits=False` is returned for a program that does not fit.
+    example for each worker. A plan with `fits=False` is returned for a program that does not fit. `chip` replaces the
+    target's, as from `describe_chip`: the compiler is still that of the target.
 
     Raises:
       ValueError: the compiler failed, in one line.
     """
-    chip, mesh = mesh_of(target, num_slices)
+    compiled_for, mesh = mesh_of(target, num_slices)
+    chip = compiled_for if chip is None else chip
     batch_size = mesh.size if batch_size is None else batch_size
     check_batch(batch_size, mesh.size)
     worker = one_worker(workload, method, offload, axis=AXIS)
@@ -134,6 +169,8 @@ def plan(
     known = {"target": target if num_slices == 1 else f"{num_slices} x {target}", "devices": mesh.size, "chip": chip}
     known |= {"parameters": parameters_of(workload)}
     moved, waited, notes = 0.0, 0.0, ()
+    if chip.name == OWN:
+        notes = (STOOD_IN,)
     try:
         if offload is None or offload.folder is not None:
             compiled = _compile(traced.lower(), target, compiler_options)
@@ -143,7 +180,7 @@ def plan(
             # The same step with its state on the device, which is then counted where it will be.
             moved = sum(traced.bytes[HOST].values())
             waited = sum(transfers(traced.step, traced.state, traced.batch)) / chip.host_bandwidth
-            notes = (NO_HOST.format(target=target),)
+            notes = (*notes, NO_HOST.format(target=target))
             plain = _trace(one_worker(workload, method, axis=AXIS), workload.batch(0, 0, batch_size), mesh)
             compiled = _compile(plain.lower(), target, compiler_options)
     except _OutOfMemoryError as error:
@@ -151,7 +188,8 @@ def plan(
         return _plan_refused(str(error), known, traced.bytes, method, offload, seconds)._replace(warnings=notes)
     used = memory(compiled)
     peak = float(used.peak) - moved
-    timed = _time(compiled, cost.of_mesh(chip.name, mesh), method.sync_period or 1, waited)
+    places = cost.of_mesh(compiled_for.name, mesh)._replace(chip=chip)
+    timed = _time(compiled, places, method.sync_period or 1, waited)
     # Donated arguments are the outputs: only temporary buffers come on top.
     device = traced.bytes["device"] | {"temporaries": float(used.temporary)}
     host = traced.bytes[HOST] | {"temporaries": float(used.host_temporary)}
@@ -360,13 +398,16 @@ def advise(
     if devices > 1 and can_shard and is_large and method.stage < 3:
         both = "--zero 1 shards the optimizer state over the workers, --zero 3 the parameters too"
         lines.append("--zero 3 shards the parameters too" if method.stage else both)
-    if offload is None and device.get("optimizer state", 0) > 0.05 * chip.memory:
+    # Of a single device that has no room for the parameters alone, the optimizer state is not the problem.
+    has_room = devices > 1 or device.get("parameters", 0) < chip.memory
+    if offload is None and has_room and device.get("optimizer state", 0) > 0.05 * chip.memory:
         lines.append("--offload host keeps the optimizer state in host memory, --offload nvme on a disk")
     if can_shard and is_large and not method.stage and devices <= LARGEST_HOST:
         lines.append(
-            "--offload layers (offload.nvme_layers) keeps the parameters on the disk of one machine too, with one "
-            "layer in memory at a time"
+            "--offload host_layers (offload.host_layers) keeps parameters and gradients in host memory too, with three "
+            "layers on the device at a time"
         )
+        lines.append("--offload layers (offload.nvme_layers) keeps all of these on the disk of one machine")
     if device.get("temporaries", 0) > state:
         more = ", or more devices" if devices > 1 else ", or a shorter context (--model gpt:1b,context=1024)"
         lines.append(f"temporaries are the larger part: fewer examples on each device (--batch){more}")

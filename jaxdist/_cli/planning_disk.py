@@ -1,13 +1,15 @@
-"""Plans of runs with a disk: the optimizer state there (`offload.nvme`), or all of it (`offload.nvme_layers`)."""
+"""Plans of runs that are streamed: the optimizer's state from a disk, or layers from a disk or from host memory."""
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
 
+from .._core.pinned import explain_pinned_limit
+from ..analysis.cost import Chip
 from ..offload.nvme.files import Store
 from . import planning
 from .models.base import TrainingMethod, Workload
@@ -17,6 +19,7 @@ from .training.one_worker import Offload, check_combination
 
 # The folder is never made: nothing is written.
 DISK = Offload(Path("disk"))
+GPU_CHIPS = (*planning.pods.GPUS, planning.OWN)
 # `prefetch + 1` of `nvme_layers`.
 BUFFERS = 3
 
@@ -44,23 +47,31 @@ def plan_nvme(target: str, workload: Workload, method: TrainingMethod, **options
 
 
 def plan_layers(
-    target: str, config: GPTConfig, method: TrainingMethod, *, batch_size: int | None = None
+    target: str,
+    config: GPTConfig,
+    method: TrainingMethod,
+    *,
+    place: Literal["disk", "host"] = "disk",
+    chip: Chip | None = None,
+    batch_size: int | None = None,
 ) -> planning.Planned:
-    """Plans `offload.nvme_layers`: parameters and optimizer state on a disk, one layer in memory at a time.
+    """Plans `offload.nvme_layers`, or with `place="host"` `offload.host_layers`: three layers in memory at a time.
 
     Its programs are those of single layers: temporary memory and time are read from the model with one and with two
     layers, and the rest is counted from shapes.
     """
+    option = "layers" if place == "disk" else "host_layers"
     if method.sync_period or method.stage or method.reducer is None:
-        raise ValueError("--offload layers averages the gradient of each layer: leave --sync and --zero out")
+        raise ValueError(f"--offload {option} averages the gradient of each layer: leave --sync and --zero out")
     devices = planning.mesh_of(target)[1].size
     if devices > planning.LARGEST_HOST:
         raise ValueError(
-            f"--offload layers is for the devices of one machine, at most {planning.LARGEST_HOST}, and {target} has "
+            f"--offload {option} is for the devices of one machine, at most {planning.LARGEST_HOST}, and {target} has "
             f"{devices}: use --zero 3, with --offload host or nvme"
         )
+    settings: dict[str, Any] = {"chip": chip, "batch_size": batch_size}
     one, two = (
-        planning.plan(target, text_workload(config._replace(layers=n)), method, offload=DISK, batch_size=batch_size)
+        planning.plan(target, text_workload(config._replace(layers=n)), method, offload=DISK, **settings)
         for n in (1, 2)
     )
     width, state = _entry_bytes(text_workload(config)), _state_bytes(method.optimizer)
@@ -78,12 +89,23 @@ def plan_layers(
     examples = one.devices if batch_size is None else batch_size
     inputs = 4.0 * config.layers * examples * config.context * config.width
     host = {"buffers": BUFFERS * largest * (width + state), "gradients": largest * width, "inputs of layers": inputs}
+    # Read in both passes, and once in the backward pass.
+    read, written = parameters * (2.0 * width + state), parameters * (width + state)
+    if place == "host":
+        # The update is computed on the device, with the state.
+        device["optimizer state"] = BUFFERS * largest * state
+        host = {"parameters": parameters * width, "optimizer state": parameters * state, "inputs of layers": inputs}
+    # As JAX holds them: pinned.
+    pinned = explain_pinned_limit(sum(host.values())) if place == "host" and one.chip.name in GPU_CHIPS else None
     peak = float(sum(device.values()))
-    # The backward pass computes each layer again: four passes in place of three. Parameters cross twice, inputs and
-    # gradients once each way.
+    # The backward pass computes each layer again: four passes in place of three. From a disk parameters cross twice,
+    # inputs and gradients once each way; from the host what is read and the inputs, while the rest goes back.
     computed = 4 / 3 * (one.compute_seconds + (config.layers - 1) * (two.compute_seconds - one.compute_seconds))
     waiting = one.exposed_seconds + (config.layers - 1) * (two.exposed_seconds - one.exposed_seconds)
-    crossing = (3.0 * parameters * width + 2 * inputs / one.devices) / one.chip.host_bandwidth
+    crossed = 3.0 * parameters * width + 2 * inputs / one.devices
+    if place == "host":
+        crossed = read + inputs / one.devices
+    crossing = crossed / one.chip.host_bandwidth
     fits = peak <= one.chip.memory
     return one._replace(
         parameters=parameters,
@@ -101,12 +123,12 @@ def plan_layers(
         collectives=(),
         links=(),
         spans=(),
-        disk_bytes=2 * parameters * (width + state),
-        # The parameters are read in both passes.
-        disk_traffic=(parameters * (2.0 * width + state), parameters * (width + state)),
+        disk_bytes=2 * written if place == "disk" else 0.0,
+        disk_traffic=(read, written) if place == "disk" else (0.0, 0.0),
         warnings=(
             "counted from the shapes, with the temporary memory and the time of one layer as it is compiled: "
-            "see offload.nvme_layers",
+            f"see offload.{'nvme' if place == 'disk' else 'host'}_layers",
+            *([pinned] if pinned else []),
         ),
     )
 

@@ -51,7 +51,7 @@ class Options:
     workload: Literal["text", "digits"] = "text"
     """text: Python's own source; digits: handwritten ones."""
     model: Text = None
-    """text: gpt:demo, tiny to large, gpt:demo,layers=4; digits: convnet:32."""
+    """text: gpt:demo, tiny to large, gpt:demo,layers=4; digits: convnet:32; MODULE:FUNCTION of your own."""
     steps: int = 200
     """Number of training steps."""
     batch: int = 32
@@ -255,15 +255,16 @@ def title_of(options: Options, workload: Workload, workers: int) -> str:
     # Only `compare` has several seeds.
     last = options.seed + getattr(options, "seeds", 1) - 1
     seeds = f"seed {options.seed}" if last == options.seed else f"seeds {options.seed} to {last}"
-    what = {"text": "byte-level GPT", "digits": "convolutional net on digits"}[options.workload]
-    if options.workload == "text":
+    known = {"text": "byte-level GPT", "digits": "convolutional net on digits"}
+    what = known.get(workload.name, str(options.model))
+    if workload.name == "text":
         what += f" on {options.text or 'the standard library of Python'}"
     return f"{what}, {size}, {workers} workers, batch {options.batch}, {options.optimizer}, {seeds}"
 
 
 def unit_of(workload: Workload) -> str:
     """The unit of the loss of a workload."""
-    return "nats per byte" if workload.name == "text" else "nats"
+    return {"text": "nats per byte", "digits": "nats"}.get(workload.name, "as the model returns it")
 
 
 def check_folder(option: str, folder: Path) -> None:

@@ -86,7 +86,12 @@ _T, _G = 1e12, 1e9
 # Your Model", jax-ml.github.io/scaling-book/tpus, 2025), twice that from v6e on (generation 5).
 # GPU: "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200 Tensor Core GPU" data sheets, SXM, without sparsity; float32 is
 # TF32, as JAX multiplies by default; PCIe generation 5 has 64 GB/s one way. What programs reach was measured on an H100
-# (benchmarks/reports/2026-11-accelerators); an H200 is the same processor with faster memory.
+# (benchmarks/reports/2026-11-accelerators); an H200 is the same processor with faster memory. The others were not
+# measured: "NVIDIA A100 Tensor Core GPU" data sheet, 80 GB SXM; "NVIDIA L40S" data sheet; "NVIDIA Ada GPU Architecture"
+# white paper, appendix A, for the RTX 4090, where half precision is added in float32; "NVIDIA Blackwell Architecture
+# Technical Brief", HGX B200 at 1000 W, with the 180 GB of the "NVIDIA DGX B200" data sheet. The bandwidth of A100 and
+# B200 is that of XLA's descriptions (targets/). PCIe generation 4, of the first three, has 32 GB/s one way.
+_HALF = ("bfloat16", "float16")
 _HOPPER = {"bfloat16": 989 * _T, "float16": 989 * _T, "float8": 1979 * _T, "int8": 1979 * _T, "other": 494.7 * _T}
 _REACHED = {"flops_reached": 0.72, "bandwidth_reached": 0.87, "launch": 4e-6}
 CHIPS = {
@@ -96,6 +101,40 @@ CHIPS = {
     "tpu7x": Chip("tpu7x", {"float8": 2307 * _T, "other": 1153.5 * _T}, 94.74 * 2**30, 3690 * _G, 30 * _G),
     "h100": Chip("h100", _HOPPER | {"float64": 67 * _T}, 84_942_979_072, 3352 * _G, 64 * _G, **_REACHED),
     "h200": Chip("h200", _HOPPER | {"float64": 67 * _T}, 151_397_597_184, 4800 * _G, 64 * _G, **_REACHED),
+    "a100": Chip(
+        "a100",
+        {**dict.fromkeys(_HALF, 312 * _T), "int8": 624 * _T, "float64": 19.5 * _T, "other": 156 * _T},
+        85_100_068_864,
+        2039 * _G,
+        32 * _G,
+    ),
+    "l40s": Chip(
+        "l40s",
+        {**dict.fromkeys(_HALF, 362 * _T), "float8": 733 * _T, "int8": 733 * _T, "other": 183 * _T},
+        48 * _G,
+        864 * _G,
+        32 * _G,
+    ),
+    "rtx4090": Chip(
+        "rtx4090",
+        {**dict.fromkeys(_HALF, 165.2 * _T), "float8": 330.3 * _T, "int8": 660.6 * _T, "other": 82.6 * _T},
+        24 * _G,
+        1008 * _G,
+        32 * _G,
+    ),
+    "b200": Chip(
+        "b200",
+        {
+            **dict.fromkeys(_HALF, 2250 * _T),
+            "float8": 4500 * _T,
+            "int8": 4500 * _T,
+            "float64": 40 * _T,
+            "other": 1100 * _T,
+        },
+        180 * _G,
+        7672 * _G,
+        64 * _G,
+    ),
 }
 
 # ICI: the pages above give the sum over ports and both directions, 400 GB/s on v5e (4 ports), 1200 on v5p and TPU7x (6)
@@ -112,6 +151,16 @@ _DCN_LATENCY = 10e-6  # across a data center's switches; less than the transfer 
 # NVLink 4: 900 GB/s both ways (data sheets above). Network: one ConnectX-7 of 400 Gb/s for each GPU (NVIDIA DGX H100
 # data sheet). Latencies: a hop of NCCL's rings in its LL128 protocol, `hwLat` of src/graph/tuning.cc: 1.9 and 4 us.
 NVLINK, NETWORK = Link("NVLink", 1.9e-6, 450 * _G), Link("network", 4.0e-6, 50 * _G)
+# Of the other GPUs: NVLink 3 and 5 have 600 and 1800 GB/s both ways (data sheets above), a DGX A100 a ConnectX-6 of 200
+# Gb/s for each GPU, and a DGX B200 the network of a DGX H100. An L40S and an RTX 4090 have no NVLink: their links are
+# those of PCIe, and the network is taken to be that of a DGX A100, since no data sheet says one.
+_SLOWER_NETWORK, _PCIE = NETWORK._replace(bandwidth=25 * _G), Link("PCIe", 4.0e-6, 32 * _G)
+_GPU_LINKS = {
+    "a100": (_SLOWER_NETWORK, NVLINK._replace(bandwidth=300 * _G)),
+    "b200": (NETWORK, NVLINK._replace(bandwidth=900 * _G)),
+    "l40s": (_SLOWER_NETWORK, _PCIE),
+    "rtx4090": (_SLOWER_NETWORK, _PCIE),
+}
 
 
 def tpu_links(chip: str, *, slices: bool = False) -> tuple[Link, ...]:
@@ -165,7 +214,7 @@ def of_mesh(chip: str, mesh: Mesh) -> Cluster:
     # A node is a process: the id of its first device numbers the others.
     first = {device.process_index: device.id for device in sorted(devices, key=lambda device: -device.id)}
     places = tuple((device.process_index, device.id - first[device.process_index]) for device in devices)
-    return Cluster(known, (NETWORK, NVLINK), places)
+    return Cluster(known, _GPU_LINKS.get(chip, (NETWORK, NVLINK)), places)
 
 
 def _chip(name: str) -> Chip:

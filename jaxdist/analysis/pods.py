@@ -21,7 +21,7 @@ from .base import Collectives
 from .collectives import collectives
 from .memory import Memory, memory
 
-GPUS = ("h100", "h200")  # the files of targets/
+GPUS = ("a100", "b200", "h100", "h200", "l40s", "rtx4090")  # the files of targets/
 
 
 class Plan(NamedTuple):
@@ -85,7 +85,8 @@ def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
     neighbors in the mesh.
 
     Args:
-      topology: the chip, `"h100"` or `"h200"`, the number of nodes, and the GPUs of a node, as in `"h100:4x8"`.
+      topology: the chip, one of `"a100"` (80 GB), `"b200"`, `"h100"`, `"h200"`, `"l40s"` and `"rtx4090"`, the number of
+        nodes, and the GPUs of a node, as in `"h100:4x8"`.
       axes: the number of devices along each axis, slow links first; by default all along `"data"`.
 
     Examples:

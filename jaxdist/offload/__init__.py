@@ -2,6 +2,11 @@
 
 from .delayed import delayed as delayed
 from .host import host as host
+from .host_layers.base import HostLayers as HostLayers
+from .host_layers.base import HostLayersState as HostLayersState
+from .host_layers.base import host_layers as host_layers
+from .host_layers.step import LayerState as LayerState
+from .layers.stack import LayerStack as LayerStack
 from .nvme.base import nvme as nvme
 from .nvme.files import Store as Store
 from .nvme.files import StoreDamagedError as StoreDamagedError
@@ -11,7 +16,6 @@ from .nvme.files import Streamed as Streamed
 from .nvme.files import StreamedStats as StreamedStats
 from .nvme_layers.base import StreamedLayers as StreamedLayers
 from .nvme_layers.base import nvme_layers as nvme_layers
-from .nvme_layers.step import LayerStack as LayerStack
 from .tiled import Tiled as Tiled
 from .tiled import tile as tile
 from .tiled import tiled_dense as tiled_dense

@@ -82,7 +82,7 @@ def host(
         raise ValueError(f'compute must be "host" or "device", got {compute!r}')
     check_range("tile_bytes", tile_bytes, 1, ends="[]")
     if master_dtype is not None:
-        inner = _with_master(inner, master_dtype)
+        inner = with_master(inner, master_dtype)
     if delayed is not False:
         inner = with_delay(inner, 0 if delayed is True else delayed)
     tx = _Host(with_extra_args(inner), compute, delayed is not False, tile_bytes)
@@ -135,7 +135,7 @@ class _Host(NamedTuple):
         )
 
 
-def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:
+def with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:
     """Updates a copy of the parameters in higher precision; the parameters are its rounding."""
     inner = with_extra_args(inner)
 

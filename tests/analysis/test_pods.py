@@ -68,7 +68,9 @@ def test_refusals(mesh):
         pods.tpu("nonsense")
     with pytest.raises(ValueError, match="it must be like 'v5e:4x4', 'v5p:2x2x4' or 'tpu7x:2x2x1'"):
         pods.tpu("tpu7x")
-    with pytest.raises(ValueError, match="cannot describe the GPU topology 'h100:32': it must be one of h100, h200"):
+    with pytest.raises(
+        ValueError, match="cannot describe the GPU topology 'h100:32': it must be one of a100, b200, h100"
+    ):
         pods.gpu("h100:32")
     for make, topology, module, extra in ((pods.tpu, "v5e:2x4", "libtpu", "tpu"), (pods.gpu, "h100:1x8", CUDA, "gpu")):
         if not installed(module):

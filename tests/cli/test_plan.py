@@ -1,5 +1,8 @@
 """`jaxdist plan`: the step of `jaxdist train`, weighed for machines that are not here."""
 
+import re
+from importlib import resources
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -196,13 +199,73 @@ def test_layers_on_a_disk_leave_a_few_on_the_device(four, monkeypatch, capsys):
         assert "leave --sync and --zero out" in capsys.readouterr().err
 
 
+def test_layers_on_the_host_leave_three_on_the_device(four, workload, monkeypatch, capsys):
+    config, method = gpt.SIZES["tiny"]._replace(layers=40), parse.parse_method("exact", "adam:1e-3")
+    plan = planning.plan
+
+    def without_compiler(target, workload, method, **options):
+        return plan(target, matrix, method, **options)._replace(parameters=parameters_of(workload))
+
+    matrix = workload
+    monkeypatch.setattr(planning, "plan", without_compiler)
+    disk, host = (planning_disk.plan_layers("own", config, method, place=place) for place in ("disk", "host"))
+    n = host.parameters
+    assert (host.disk_bytes, host.disk_traffic) == (0.0, (0.0, 0.0))
+    assert host.host_bytes["parameters"] + host.host_bytes["optimizer state"] == 12 * n
+    # The moments of three layers, which from a disk are updated on the host.
+    assert host.peak - disk.peak == host.device_bytes["optimizer state"] == 2 * host.device_bytes["parameters"]
+    assert host.seconds >= 16 * n / host.chip.host_bandwidth
+    assert any("offload.host_layers" in line for line in host.warnings)
+    assert main(["plan", "--target", "h100:1x1", "--model", MODEL, "--offload", "host_layers", "--zero", "3"]) == 2
+    assert "--offload host_layers averages" in capsys.readouterr().err
+
+
+def test_any_chip(monkeypatch, workload):
+    """Its figures decide what fits, how long a step takes and what is advised; the compiler is that of a named one."""
+    mesh = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
+    asked = []
+    monkeypatch.setattr(planning.pods, "gpu", lambda target: asked.append(target) or mesh)
+    method = parse.parse_method("exact", "adam:1e-3")
+    chip = planning.describe_chip("gpu:1x1", memory=24e9, flops=165e12, bandwidth=1e12)
+    found = planning.plan("gpu:1x1", workload, method, chip=chip)
+    assert asked == ["h100:1x1"]
+    assert (found.chip, found.devices, found.fits) == (chip, 1, True)
+    assert not chip.is_measured
+    assert "compiled as for an h100" in found.warnings[-1]
+    slower = planning.describe_chip("gpu:1x1", memory=1e4, flops=165e12, bandwidth=1e11)
+    slow = planning.plan("gpu:1x1", workload, method, chip=slower)
+    assert slow.compute_seconds == pytest.approx(10 * found.compute_seconds)
+    assert not slow.fits
+    assert [line.split(" ")[1] for line in slow.advice[:2]] == ["host", "host_layers"]
+    # Other memory in a chip with a name leaves the rest.
+    larger = planning.describe_chip("a100:1x1", memory=40e9)
+    assert larger == cost.CHIPS["a100"]._replace(memory=40e9)
+    assert planning.describe_chip("a100:1x1") is None
+    assert not planning.describe_chip("h100:1x1", flops=1e12).is_measured
+
+
+@pytest.mark.parametrize("name", planning.pods.GPUS)
+def test_a_gpu_has_the_figures_of_its_description(name):
+    """Of two sources; what a program gets of the memory may be less than what is soldered."""
+    text = (resources.files("jaxdist.analysis") / "targets" / f"{name}.txtpb").read_text()
+    chip, known = cost.CHIPS[name], dict(re.findall(r"^  (\w+): (\d+)$", text, re.MULTILINE))
+    assert chip.bandwidth == pytest.approx(float(known["memory_bandwidth"]), rel=0.001)
+    assert 0.93 * float(known["device_memory_size"]) <= chip.memory <= float(known["device_memory_size"])
+    assert planning.check_target(f"{name}:1x1") == name
+    where = cost.of_mesh(name, jd.make_mesh({"data": 2}, devices=jax.devices()[:2]))
+    assert where.chip is chip
+    assert [link.name for link in where.links] == ["network", "PCIe" if name in ("l40s", "rtx4090") else "NVLink"]
+
+
 def test_advice_for_one_device_is_something_that_it_can_do():
     method, chip = parse.parse_method("exact", "adam:1e-3"), cost.CHIPS["h100"]
     device = {"parameters": 30e9, "optimizer state": 60e9, "temporaries": 20e9}
     lines = planning.advise(device, chip, method, None, False, devices=1)
     assert not any("--zero" in line for line in lines)
-    assert [line.split(" ")[1] for line in lines] == ["host", "layers"]
+    assert [line.split(" ")[1] for line in lines] == ["host", "host_layers", "layers"]
     assert any("nvme_layers" in line for line in lines)
+    small = planning.advise(device, cost.CHIPS["rtx4090"], method, None, False, devices=1)
+    assert [line.split(" ")[1] for line in small] == ["host_layers", "layers"]
     assert "--zero 1" in planning.advise(device, chip, method, None, False, devices=64)[0]
     assert not any("layers" in line for line in planning.advise(device, chip, method, None, False, devices=64))
 
@@ -212,7 +275,7 @@ def test_the_command_prints_and_draws(four, workload, monkeypatch, capsys, tmp_p
     arguments = ["plan", "--target", "h100:1x8", "--model", MODEL, "--out", str(tmp_path)]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    for part in ("optimizer state", "all-reduce", "over network", "as measured on an H100", "tokens/s", "fits: "):
+    for part in ("optimizer state", "all-reduce", "over network", "as measured on an H100", "rows/s", "fits: "):
         assert part in said
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     four(memory=1e4)
@@ -239,7 +302,7 @@ def test_a_step_without_communication_has_a_time(four, workload, monkeypatch, ca
     monkeypatch.setattr(parse, "parse_workload", lambda *names: workload)
     assert main(["plan", "--target", "h100:1x8", "--model", MODEL, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "tokens/s" in said
+    assert "rows/s" in said
     assert "all-reduce" not in said
 
 
@@ -293,6 +356,13 @@ def test_the_cure_for_communication_that_is_not_hidden_is_one_that_the_method_ha
         (["--target", "tpu7x:4x4"], "v6e:8x8, tpu7x:4x4x4 (TPU: generation and shape)"),
         (["--target", "v5e:2x2", "--model", "gpt:2b"], "unknown size '2b'; known: tiny"),
         (["--target", "v5e:2x2", "--model", "convnet:4"], "--model must be gpt:SIZE"),
+        ([], "plan needs --target, one of v5e:16x16"),
+        (["--memory", "24GB"], "gpu:1x1 is a chip of your own and needs --flops, --bandwidth, as in --memory 24GB"),
+        (["--target", "gpu:1x2"], "needs --memory, --flops, --bandwidth"),
+        (["--target", "gpu"], "needs a shape: gpu:1x1 is one GPU"),
+        (["--memory", "24", "--flops", "1e12", "--bandwidth", "1TB/s"], "--memory must be a number of bytes"),
+        (["--memory", "0GB", "--flops", "1e12", "--bandwidth", "1TB/s"], "--memory must be a number of bytes"),
+        (["--target", "h100:1x1", "--flops", "-1"], "--flops must be positive, got -1"),
         (
             ["--target", "v5e:2x2", "--zero", "3", "--reducer", "ef:power_sgd:4"],
             "got 'zero:3/ef:power_sgd:4': use exact",

@@ -13,60 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from stacks import STACK, WIDTH, difference, make_batch, make_params, plain_steps, whole_loss
 
 import jaxdist as jd
 from jaxdist import offload
+from jaxdist.offload.layers import passes
+from jaxdist.offload.layers.stack import StepConfig
 from jaxdist.offload.nvme import files
-from jaxdist.offload.nvme_layers import step
-from jaxdist.offload.nvme_layers.step import Step
+from jaxdist.offload.nvme_layers.step import DiskStep
 
-WIDTH = 12
 ONE_CHUNK = 3 * 4096 * 4  # 4096 entries of Adam's state in float32, with the parameters
-STACK = offload.LayerStack(
-    embed=lambda p, batch: batch["x"] @ p["w"],
-    layer=lambda p, x: x + jnp.tanh(x @ p["w"] + p["b"][None]) @ p["v"],
-    head=lambda p, x, batch: jnp.mean((x @ p["w"] - batch["y"]) ** 2),
-)
-
-
-def make_params(count, dtype=np.float32, width=WIDTH):
-    def draw(seed, *shape):
-        return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(width)).astype(dtype)
-
-    layers = [
-        {"w": draw(3 * i, width, width), "b": np.zeros(width, dtype), "v": draw(3 * i + 1, width, width)}
-        for i in range(count)
-    ]
-    return {"embed": {"w": draw(100, 5, width)}, "layers": layers, "head": {"w": draw(101, width, 3)}}
-
-
-def make_batch(step, dtype=np.float32):
-    rng = np.random.default_rng(1000 + step)
-    return {"x": rng.normal(size=(8, 5)).astype(dtype), "y": rng.normal(size=(8, 3)).astype(dtype)}
-
-
-def whole_loss(params, batch, stack=STACK):
-    x = stack.embed(params["embed"], batch)
-    for layer in params["layers"]:
-        x = stack.layer(layer, x)
-    return stack.head(params["head"], x, batch)
-
-
-def plain_steps(tx, params, steps, dtype=np.float32):
-    """The same in memory: one gradient of the whole loss, one update of the whole tree."""
-    state, losses, every = tx.init(params), [], [params]
-
-    @jax.jit
-    def step(params, state, batch):
-        loss, grads = jax.value_and_grad(whole_loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    for number in range(steps):
-        params, state, loss = step(params, state, make_batch(number, dtype))
-        losses.append(float(loss))
-        every.append(params)
-    return every, state, losses
 
 
 def start(run, params):
@@ -79,13 +35,6 @@ def read_all(run, count):
         "layers": [run.params(i) for i in range(count)],
         "head": run.params("head"),
     }
-
-
-def difference(x, y):
-    return max(
-        float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), initial=0.0))
-        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    )
 
 
 @pytest.fixture
@@ -156,10 +105,10 @@ def test_workers_average_each_layer(tmp_path):
         run.step({"x": np.zeros((3, 5), np.float32), "y": np.zeros((3, 3), np.float32)})
     run.close()
 
-    config = step.StepConfig(STACK, jd.exact(), mesh, "data")
+    config = StepConfig(STACK, jd.exact(), mesh, "data")
     layer_grads = config.build_programs().layer_grads
     x = jnp.ones((8, WIDTH))
-    ops = jd.analysis.collectives(layer_grads.lower(params["layers"][0], x, x).compile()).ops
+    ops = jd.analysis.collectives(layer_grads.lower(params["layers"][0], x, x, None).compile()).ops
     assert [op.kind for op in ops] == ["all-reduce"]
     # On four workers a ring sends 2 (W-1)/W of the gradient.
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"][0]))
@@ -175,7 +124,7 @@ def test_one_layer_of_gradients_and_one_compilation(tmp_path, monkeypatch):
         traces.append(1)
         return STACK.layer(p, x)
 
-    leave = Step._leave
+    leave = DiskStep._leave
 
     def live_bytes():
         # Several arrays may be views of one buffer.
@@ -185,7 +134,7 @@ def test_one_layer_of_gradients_and_one_compilation(tmp_path, monkeypatch):
         alive.append(live_bytes())
         leave(step, part, grads, data)
 
-    monkeypatch.setattr(Step, "_leave", count_memory)
+    monkeypatch.setattr(DiskStep, "_leave", count_memory)
     run = offload.nvme_layers(STACK._replace(layer=layer), optax.adam(1e-2), offload.Store(tmp_path), prefetch=0)
     start(run, params)
     before = live_bytes()
@@ -211,7 +160,7 @@ def test_one_layer_of_gradients_and_one_compilation(tmp_path, monkeypatch):
 def test_parameters_are_read_ahead(tmp_path, monkeypatch, prefetch):
     """While a part is computed the next ones are read and copied to the device; without prefetch none is."""
     prepared = [threading.Event() for _ in range(20)]
-    prepare, visit, seen = Step.prepare, Step.visit, []
+    prepare, visit, seen = DiskStep.prepare, DiskStep.visit, []
 
     def note(step, k, data):
         prepare(step, k, data)
@@ -222,8 +171,8 @@ def test_parameters_are_read_ahead(tmp_path, monkeypatch, prefetch):
         seen.append(all(ahead) and not any(event.is_set() for event in prepared[k + 1 + prefetch :]))
         visit(step, k, data)
 
-    monkeypatch.setattr(Step, "prepare", note)
-    monkeypatch.setattr(Step, "visit", look)
+    monkeypatch.setattr(DiskStep, "prepare", note)
+    monkeypatch.setattr(DiskStep, "visit", look)
     run = offload.nvme_layers(STACK, optax.sgd(0.1), offload.Store(tmp_path), prefetch=prefetch)
     start(run, make_params(3))
     run.step(make_batch(0))
@@ -246,11 +195,12 @@ def test_activations_in_host_memory(tmp_path, monkeypatch):
         STACK, optax.sgd(0.1), offload.Store(tmp_path), mesh=jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
     )
     start(run, params)
-    monkeypatch.setattr(step, "on_host", lambda device: False)
-    monkeypatch.setattr(step.jax, "device_put", note)
+    monkeypatch.setattr(passes, "on_host", lambda device: False)
+    monkeypatch.setattr(passes.jax, "device_put", note)
     run.step(make_batch(0))
     monkeypatch.undo()
-    assert kinds.count("pinned_host") == 3
+    # Of the embedding and of the first layer; the head takes the result of the second from the device.
+    assert kinds.count("pinned_host") == 2
     assert difference(read_all(run, 2), every[-1]) < 1e-6
     run.close()
 
@@ -308,7 +258,7 @@ def test_a_kill_between_any_two_operations_leaves_one_step(tmp_path, monkeypatch
 
 CHILD = """
 import os, signal, sys, optax
-sys.path.insert(0, sys.argv[3])
+sys.path[:0] = sys.argv[3:]
 import test_nvme_layers as t
 from jaxdist import offload
 from jaxdist.offload.nvme import files
@@ -330,7 +280,7 @@ while True:
 @pytest.mark.parametrize("write", [1, 7, 10, 11, 25, 44])
 def test_killed_it_continues_in_every_bit(tmp_path, write):
     """Ten writes a step: killed in the steps 1 to 5, at a first, a middle and a last write."""
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "killed"), str(write), os.path.dirname(__file__)]
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "killed"), str(write), *sys.path]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     params, found = make_params(3), []
     for name in ("killed", "spared"):
@@ -427,4 +377,31 @@ def test_the_state_of_empty_leaves_keeps_its_dtype(tmp_path):
     run.init(lambda i: {"w": np.ones(2, np.float32)}, 1, embed={}, head=params)
     found, wanted = run.state("head"), tx.init(jax.tree.map(jnp.asarray, params))
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, wanted)
+    run.close()
+
+
+def test_examples_weight_the_workers(tmp_path):
+    """A worker counts as often as it has examples; one without any is left out, whatever its rows give."""
+    params, mesh = make_params(2), jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    stack = STACK._replace(
+        head=lambda p, x, batch: jnp.sum(batch["real"] * (x @ p["w"] - batch["y"]).sum(1) ** 2) / batch["real"].sum()
+    )
+    run = offload.nvme_layers(stack, optax.sgd(0.1), offload.Store(tmp_path), mesh=mesh)
+    start(run, params)
+    batch = {**make_batch(0), "real": np.array([1, 1, 1, 0, 1, 0, 0, 0], np.float32)}
+    loss, grads = jax.value_and_grad(whole_loss)(params, batch, stack)
+    np.testing.assert_allclose(run.loss(batch, [3, 1]), loss, rtol=1e-6)
+    np.testing.assert_allclose(run.step(batch, np.array([3, 1])), loss, rtol=1e-6)
+    after = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    assert difference(read_all(run, 2), after) < 1e-6
+    # The second worker's mean is that of no rows, 0/0.
+    batch["real"] = np.array([1, 1, 1, 1, 0, 0, 0, 0], np.float32)
+    assert np.isfinite(run.step(batch, [4, 0]))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(read_all(run, 2)))
+    before = run.stats().step
+    assert np.isnan(run.step(batch, [0, 0]))
+    assert run.stats().step == before
+    for examples, match in (([1, 2, 3], "one number for each of 2 workers"), ([1, -1], "at least 0 and finite")):
+        with pytest.raises(ValueError, match=match):
+            run.step(batch, examples)
     run.close()

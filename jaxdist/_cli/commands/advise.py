@@ -75,7 +75,7 @@ class AdviseOptions:
     workload: Literal["text", "digits"] = "text"
     """As for jaxdist train."""
     model: Text = None
-    """As for jaxdist train."""
+    """As for jaxdist train, also MODULE:FUNCTION of your own."""
     optimizer: str = "adamw:1e-3"
     """As for jaxdist train."""
     batch: int = 32
@@ -163,7 +163,9 @@ def _take_losses(chosen: AdviseOptions) -> tuple[AdviseOptions, dict[str, race.C
         check_positive("--target", target)
     elif math.isnan(target):
         raise ValueError(f"{chosen.losses} has no loss that a method reaches with every seed: all of them diverge")
-    taken = {key: settings[key] for key in ("workload", "model", "optimizer", "batch")}
+    taken = {key: settings[key] for key in ("model", "optimizer", "batch")}
+    # A model of the user's own is no workload of the command.
+    taken |= {"workload": settings["workload"]} if settings["workload"] in parse.MODELS else {}
     if chosen.link is not None:
         taken["workers"] = settings["workers"] if chosen.workers is None else chosen.workers
     return replace(chosen, reducers=names, **taken), curves, target

@@ -72,6 +72,7 @@ class CompareOptions(Options):
       jaxdist compare --suite compression --workload digits --seeds 3
       jaxdist compare --suite local --workers 4 --seeds 2
       jaxdist compare --link 100mbit,20ms 1gbit,1ms --target 2.4
+      jaxdist compare --model my_model:make --batch 64
     """
 
     optimizer: Annotated[str, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = ""

@@ -21,7 +21,7 @@ from .. import planning, planning_disk
 from ..figures import COLORS, GREY, count_bytes, in_bytes, label, new_figure, new_table, open_axes, print_table, write
 from ..models import gpt
 from ..models.base import TrainingMethod, Workload
-from ..running import Integer, Text, new_console, path_in, print_paths
+from ..running import Integer, Number, Text, check_positive, new_console, path_in, print_paths
 from ..spellings import grammar, parse
 from ..spellings.tables import ANY_STEPS
 from ..tables import Units, count_units
@@ -49,15 +49,27 @@ class PlanOptions:
     Examples:
       jaxdist plan --target v5e:16x16 --model gpt:1b --zero 3
       jaxdist plan --target h100:4x8 --model gpt:7b --zero 3 --offload host --batch 64
-      jaxdist plan --target h100:1x1 --model gpt:7b --offload layers
+      jaxdist plan --target rtx4090:1x1 --model gpt:7b --offload host_layers
+      jaxdist plan --memory 24GB --flops 165e12 --bandwidth 1TB/s --model my_model:make
     """
 
     target: Annotated[
-        str,
-        tyro.conf.arg(help=f"The target to compile for: {planning.TARGETS}; h100:1x1 is one GPU, h100:1x8 are 8."),
-    ]
+        str | None,
+        tyro.conf.arg(
+            metavar="STR",
+            help_behavior_hint="",
+            help=f"The target to compile for: {planning.TARGETS}; h100:1x1 is one GPU, h100:1x8 are 8.",
+        ),
+    ] = None
+    memory: Text = None
+    """Memory of a device, as in 24GB, instead of the target's. Without a target: one GPU, with --flops, --bandwidth."""
+    flops: Number = None
+    """Operations a second of a device in matrix products, as in 165e12, instead of the target's."""
+    bandwidth: Text = None
+    """Bandwidth of a device's memory, as in 1TB/s, instead of the target's."""
     model: str = "gpt:1b"
-    """gpt:SIZE[,key=value...]: 125m, 350m, 1b, 3b, 7b, 13b, 70b, or a size of jaxdist train; gpt:1b,context=4096."""
+    """gpt:SIZE[,key=value...]: 125m, 350m, 1b, 3b, 7b, 13b, 70b, or a size of jaxdist train; gpt:1b,context=4096. Or
+    MODULE:FUNCTION of your own."""
     reducer: Text = None
     """Encodes what workers send: see jaxdist reducers. Default: exact."""
     sync: Text = None
@@ -65,9 +77,10 @@ class PlanOptions:
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO: 1 and 2 shard the optimizer state over the workers, 3 the parameters too."""
     offload: Annotated[
-        Literal["host", "nvme", "layers"] | None, tyro.conf.arg(metavar="host|nvme|layers", help_behavior_hint="")
+        Literal["host", "nvme", "host_layers", "layers"] | None,
+        tyro.conf.arg(metavar="host|nvme|host_layers|layers", help_behavior_hint=""),
     ] = None
-    """Where to keep the optimizer state: host (memory), nvme (a disk), or with layers the parameters on a disk too."""
+    """The place of the optimizer state: host (memory), nvme (a disk); with host_layers and layers parameters too."""
     optimizer: str = "adamw:1e-3"
     """Any optax optimizer and its learning rate, as in sgd:0.1,momentum=0.9 or adamw:4e-3,schedule=cosine."""
     batch: Integer = None
@@ -84,9 +97,8 @@ def run_plan(chosen: PlanOptions) -> int:
     """Compiles, prints and draws; returns 0, or 1 for a program that does not fit."""
     console = new_console()
     check_range("--slices", chosen.slices, 1, ends="[]")
-    _check_target(chosen.target)
-    planning.check_target(chosen.target, chosen.slices)
-    config = _parse_model(chosen.model)
+    target, chip = _parse_target(chosen)
+    config = None if parse.is_own_model(chosen.model) else _parse_model(chosen.model)
     spelling = parse.join_options(chosen.sync, chosen.zero, chosen.reducer, chosen.optimizer, default="exact")
     # The conditions of a warm-up are those of other steps: with them the step that sends most would send three times.
     method = parse.parse_method(spelling, chosen.optimizer, ANY_STEPS, warm_up=False)
@@ -101,14 +113,15 @@ def run_plan(chosen: PlanOptions) -> int:
     _hide_accelerators()
     workload = parse.parse_workload("text", chosen.model)
     picture = path_in(chosen.out, "plan.png")
-    with console.status(f"compiling for {chosen.target}"):
-        found = _plan(chosen, config, workload, method, flags)
+    with console.status(f"compiling for {target}"):
+        found = _plan(chosen, target, chip, config, workload, method, flags)
     batch = chosen.batch or found.devices
     places = {"host": ", optimizer on the host", "nvme": ", optimizer on a disk", "layers": ", layers on a disk"}
-    host = places.get(chosen.offload or "", "")
+    host = (places | {"host_layers": ", layers on the host"}).get(chosen.offload or "", "")
+    length = f" x {config.context}" if config is not None else ""
     title = (
-        f"{chosen.model}, {found.parameters / 1e9:.2f} G parameters, on {found.devices} {found.chip.name} "
-        f"({found.target}), {spelling}, {chosen.optimizer}{host}, batch {batch} x {config.context}"
+        f"{chosen.model}, {_count(found.parameters)} parameters, on {found.devices} {found.chip.name} "
+        f"({found.target}), {spelling}, {chosen.optimizer}{host}, batch {batch}{length}"
     )
     console.print(title, style="bold", highlight=False)
     _print_memory(console, found)
@@ -116,7 +129,7 @@ def run_plan(chosen: PlanOptions) -> int:
         _print_communication(console, found, count_units(workload, batch, found.devices))
     # A single chip communicates with none, and has a time too.
     if not math.isnan(found.seconds):
-        _print_times(console, found, batch * workload.units_per_example)
+        _print_times(console, found, batch * workload.units_per_example, workload.unit)
     for line in found.advice:
         console.print(f"[bold]try[/bold] {line}", highlight=False, markup=True)
     _print_notes(console, found, chosen.offload)
@@ -128,26 +141,61 @@ def run_plan(chosen: PlanOptions) -> int:
 
 
 def _plan(
-    chosen: PlanOptions, config: gpt.GPTConfig, workload: Workload, method: TrainingMethod, flags: Mapping[str, Any]
+    chosen: PlanOptions,
+    target: str,
+    chip: cost.Chip | None,
+    config: gpt.GPTConfig | None,
+    workload: Workload,
+    method: TrainingMethod,
+    flags: Mapping[str, Any],
 ) -> planning.Planned:
-    if chosen.offload == "layers":
+    settings = {"chip": chip, "batch_size": chosen.batch}
+    if chosen.offload in ("layers", "host_layers"):
         if chosen.slices > 1 or flags:
             raise ValueError(
-                "--offload layers is for one machine, with the compiler's defaults: leave "
+                f"--offload {chosen.offload} is for one machine, with the compiler's defaults: leave "
                 f"{'--xla' if flags else '--slices'} out"
             )
-        return planning_disk.plan_layers(chosen.target, config, method, batch_size=chosen.batch)
-    options = {"batch_size": chosen.batch, "num_slices": chosen.slices, "compiler_options": flags or None}
+        if config is None:
+            raise ValueError(
+                f"--offload {chosen.offload} plans the layers of a GPT, and {chosen.model} has one function for all of "
+                "its layers: plan gpt:SIZE with as many parameters, or leave --offload out"
+            )
+        place = "disk" if chosen.offload == "layers" else "host"
+        return planning_disk.plan_layers(target, config, method, place=place, **settings)
+    options = settings | {"num_slices": chosen.slices, "compiler_options": flags or None}
     if chosen.offload == "nvme":
-        return planning_disk.plan_nvme(chosen.target, workload, method, **options)
-    return planning.plan(chosen.target, workload, method, offload=parse_offload(chosen.offload), **options)
+        return planning_disk.plan_nvme(target, workload, method, **options)
+    return planning.plan(target, workload, method, offload=parse_offload(chosen.offload), **options)
+
+
+def _parse_target(chosen: PlanOptions) -> tuple[str, cost.Chip | None]:
+    """The target, and the chip in the place of its own if the options describe one."""
+    memory = None if chosen.memory is None else parse.parse_bytes("--memory", chosen.memory)
+    bandwidth = None if chosen.bandwidth is None else parse.parse_bytes("--bandwidth", chosen.bandwidth)
+    if chosen.flops is not None:
+        check_positive("--flops", chosen.flops)
+    if chosen.target is None and memory is bandwidth is chosen.flops is None:
+        raise ValueError(
+            f"plan needs --target, one of {planning.TARGETS}, or a GPU of your own, as in --memory 24GB --flops 165e12 "
+            "--bandwidth 1TB/s"
+        )
+    target = chosen.target or f"{planning.OWN}:1x1"
+    _check_target(target)
+    planning.check_target(target, chosen.slices)
+    flops = None if chosen.flops is None else float(chosen.flops)
+    return target, planning.describe_chip(target, memory=memory, flops=flops, bandwidth=bandwidth)
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} G" if parameters >= 1e7 else f"{parameters:,}"
 
 
 def _check_target(target: str) -> None:
     """Raises ValueError for a chip without a shape, with the shapes that people look for."""
     found = re.fullmatch(r"(\w+)(?::(\d*))?", target)
     name = found.group(1) if found else ""
-    if name in planning.pods.GPUS:
+    if name in (*planning.pods.GPUS, planning.OWN):
         shapes = f"{name}:1x1 is one GPU, {name}:1x8 a node of 8, {name}:4x8 four such nodes"
     elif name in cost.CHIPS:
         shapes = "v5e:1x1 is one chip, v5e:8x8 and v5p:4x4x4 are 64"
@@ -208,7 +256,7 @@ def _print_communication(console: Console, found: planning.Planned, units: Units
     console.print(f"{sent}: {each}\n", highlight=False)
 
 
-def _print_times(console: Console, found: planning.Planned, tokens: int) -> None:
+def _print_times(console: Console, found: planning.Planned, units: int, unit: str) -> None:
     rest = found.seconds - found.compute_seconds - found.exposed_seconds
     host = f", for the host {_milliseconds(rest)}" if rest > 0.005 * found.seconds else ""
     note = "Computation as measured on an H100, every link at its full bandwidth."
@@ -217,7 +265,7 @@ def _print_times(console: Console, found: planning.Planned, tokens: int) -> None
     console.print(
         f"{_name_of_step(found)} {_milliseconds(found.seconds)}: computation {_milliseconds(found.compute_seconds)}, "
         f"waiting for the network {_milliseconds(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%})"
-        f"{host}; {tokens / found.seconds:,.0f} tokens/s, {found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a "
+        f"{host}; {units / found.seconds:,.0f} {unit}/s, {found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a "
         "device",
         highlight=False,
     )
@@ -234,7 +282,7 @@ def _print_notes(console: Console, found: planning.Planned, offload: str | None)
             "step leaves out",
             highlight=False,
         )
-    if offload:
+    if offload and offload != "host_layers":
         note = "note: transfers to the host are counted, its arithmetic is not"
         console.print(note, style="dim", highlight=False)
     for warning in found.warnings:

@@ -22,7 +22,7 @@ from ...compressors.compressor import Compressor
 from ...reducers.reducer import Reducer
 from ...transforms.all_reduce import all_reduce
 from ...transforms.common import LearningRate
-from ..models import gpt
+from ..models import gpt, own
 from ..models.base import TrainingMethod, Workload
 from . import grammar, tables
 from .grammar import call, parse_call
@@ -33,6 +33,7 @@ ZERO = "zero"
 # What the first part of a spelled reducer may have been meant for.
 _NAMES = (*REDUCERS, *OPTIMIZERS, *FEEDBACK, *COLLECTIVES, *SYNCS)
 _RATES = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+_BYTES = {"mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -367,7 +368,12 @@ def join_options(sync: str | None, zero: int, reducer: str | None, optimizer: st
 
 
 def parse_workload(name: str, model: str | None = None, *, path: str | Path | None = None) -> Workload:
-    """Makes a workload from its name and its model: `gpt:SIZE[,key=value...]` for text, `convnet:WIDTH` for digits."""
+    """Makes a workload from its name and its model: `gpt:SIZE[,key=value...]` for text, `convnet:WIDTH` for digits.
+
+    A model `MODULE:FUNCTION[:value,key=value...]` of the user's own brings its data, and any name: see `own_workload`.
+    """
+    if model is not None and is_own_model(model):
+        return _import_model(model, path)
     if name not in MODELS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(MODELS)}")
     model = model or MODELS[name]
@@ -385,6 +391,30 @@ def parse_workload(name: str, model: str | None = None, *, path: str | Path | No
     from ..models.text import text_workload
 
     return text_workload(call("model", model, gpt_config, values, keywords), path=path)
+
+
+def is_own_model(text: str) -> bool:
+    """Returns whether a model is spelled `MODULE:FUNCTION`, and is none of those with a name.
+
+    Examples:
+      >>> is_own_model("my_model:make"), is_own_model("gpt:tiny"), is_own_model("gpt")
+      (True, False, False)
+    """
+    spelled = grammar.split_import(text)
+    return spelled is not None and spelled.module not in MODELS.values()
+
+
+def _import_model(text: str, path: str | Path | None) -> Workload:
+    """Imports and calls a function that returns `(loss, params, batch)`."""
+    if path is not None:
+        raise ValueError(f"--text is for the workload 'text', and {text} brings its own examples")
+    spelled = grammar.split_import(text)
+    assert spelled is not None
+    found = grammar.import_name("model", text, spelled, tuple(MODELS.values()))
+    if not callable(found):
+        raise ValueError(f"model {text!r}: {spelled.name} is no function; {own.RETURNS}")
+    _, values, keywords = parse_call(f"{spelled.name}:{spelled.arguments}")
+    return own.own_workload(text, call("model", text, found, values, keywords, hidden=()))
 
 
 def gpt_config(size: str = "demo", **sizes: int) -> gpt.GPTConfig:
@@ -466,6 +496,19 @@ def parse_link(text: str) -> cost.Link:
     if not bandwidth or seconds is None:
         raise ValueError(f"a link is a bandwidth and a latency, such as 100mbit,20ms or 10gbit,50us, got {text!r}")
     return cost.Link(text, seconds, bandwidth)
+
+
+def parse_bytes(option: str, text: str) -> float:
+    """Parses the value of an option in bytes, or in bytes a second.
+
+    Examples:
+      >>> parse_bytes("--memory", "24GB"), parse_bytes("--bandwidth", "1.5TB/s")
+      (24000000000.0, 1500000000000.0)
+    """
+    found = _parse_quantity(grammar.check_length(text).lower().removesuffix("/s"), _BYTES)
+    if not found:
+        raise ValueError(f"{option} must be a number of bytes, such as 24GB, 80GiB or 1TB/s, got {text!r}")
+    return found
 
 
 def _parse_quantity(text: str, units: dict[str, float]) -> float | None:

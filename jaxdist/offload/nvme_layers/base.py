@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -12,14 +13,14 @@ from ..._core.checks import check_range
 from ..._core.types import Array, AxisNames, PyTree, State
 from ...reducers.exact import exact
 from ...reducers.reducer import Reducer
-from ...state.marks import axis_tuple
 from ...transforms.extra_args import with_extra_args
+from ..layers.stack import LayerStack, StepConfig, check_layer, configure
 from ..nvme.disk import Access, Disk
 from ..nvme.files import Store, StreamedStats, check_store, folder_of_process
 from ..nvme.folder import StreamedFolder
 from ..nvme.model import Model, describe
 from .parts import PartProgram, StackPart, init_program, lay_out_parts, reshape_vectors, update_program
-from .step import LayerStack, Step, StepConfig, check_reducer
+from .step import DiskStep
 
 EXACT = exact()
 
@@ -33,9 +34,10 @@ class StreamedLayers(NamedTuple):
       init: `init(layer, count, *, embed, head) -> step`. `layer(i)` returns the initial parameters of layer `i`; only
         one layer is in memory at a time. `embed` and `head` are their parameters, `{}` for none. If the folder holds
         a run, it continues from there, the given values only tell the shapes, and the step is that of the last commit.
-      step: `step(batch) -> loss`, one step of training. If it raises, the run on disk is that of the last commit, and
-        it can be called again.
-      loss: `loss(batch) -> loss`, the forward pass alone; nothing is written.
+      step: `step(batch, examples=None) -> loss`, one step of training. `examples` are the numbers of examples of the
+        workers, by which their gradients and losses are weighted; if all are 0, nothing changes and the loss is NaN.
+        If it raises, the run on disk is that of the last commit, and it can be called again.
+      loss: `loss(batch, examples=None) -> loss`, the forward pass alone; nothing is written.
       params: `params(part) -> tree`, in numpy.
       state: `state(part) -> state`, the optimizer's state for the part, in numpy.
       flush: `flush() -> step`: waits until the last step is committed, and returns its number.
@@ -44,8 +46,8 @@ class StreamedLayers(NamedTuple):
     """
 
     init: Callable[..., int]
-    step: Callable[[PyTree], Array]
-    loss: Callable[[PyTree], Array]
+    step: Callable[..., Array]
+    loss: Callable[..., Array]
     params: Callable[[str | int], PyTree]
     state: Callable[[str | int], State]
     flush: Callable[[], int]
@@ -126,17 +128,7 @@ def nvme_layers(
     check_range("prefetch", prefetch, 0)
     if clip_norm is not None:
         check_range("clip_norm", clip_norm, 0, ends="(]")
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"nvme_layers runs in one process, with all devices of its machine, got {jax.process_count()} processes: "
-            "shard the model over machines with zero.gathered_scan"
-        )
-    check_reducer(reducer)
-    if mesh is not None:
-        for name in axis_tuple(axis):
-            if name not in mesh.axis_names:
-                raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
-    config = StepConfig(stack, reducer, mesh, axis if mesh is not None else None)
+    config = configure("nvme_layers", stack, reducer, mesh, axis)
     run = _LayerStream(config, with_extra_args(inner), store, prefetch, clip_norm)
     return StreamedLayers(run.init, run.step, run.loss, run.params, run.state, run.flush, run.stats, run.close)
 
@@ -208,21 +200,27 @@ class _LayerStream(StreamedFolder[_Opened]):
             )
         return largest, depth
 
-    def step(self, batch: PyTree) -> Array:
+    def step(self, batch: PyTree, examples: Any = None) -> Array:
         opened = self.require_open()
+        counts = self.config.count_examples(examples)
+        if counts is not None and not counts.any():
+            return jnp.asarray(jnp.nan, jnp.float32)
         disk = opened.disk
         # The numbers of the last step, whose writes may still be in progress.
         disk.flush()
         stored = _split_numbers(opened.updates, disk.numbers)
         numbers = [update.numbers(x) for update, x in zip(opened.updates, stored, strict=True)]
-        step = Step(self.config, self.programs, opened.parts, opened.updates, numbers, batch, self.clip_norm)
+        step = DiskStep(
+            self.config, self.programs, opened.parts, opened.updates, numbers, batch, counts, self.clip_norm
+        )
         kept = [x for update, each in zip(opened.updates, numbers, strict=True) for x in update.keep(each)]
         disk.advance(step.visit, kept, lambda: None, accesses=step.accesses(), prepare=step.prepare)
         return step.loss
 
-    def loss(self, batch: PyTree) -> Array:
+    def loss(self, batch: PyTree, examples: Any = None) -> Array:
         opened = self.require_open()
-        step = Step(self.config, self.programs, opened.parts, opened.updates, [], batch, None, train=False)
+        counts = self.config.count_examples(examples)
+        step = DiskStep(self.config, self.programs, opened.parts, opened.updates, [], batch, counts, None, train=False)
         opened.disk.scan(step.visit, step.accesses())
         return step.loss
 
@@ -273,20 +271,11 @@ def _create(
 
     def visit(k, data):
         part = parts[k]
-        leaves = models[part.kind].leaves if part.kind != 1 else _leaves_of_layer(models[1], layer(k - 1), k - 1)
+        leaves = models[part.kind].leaves if part.kind != 1 else check_layer(models[1], layer(k - 1), k - 1)
         starts[part.kind].run(numbers[part.kind], [np.asarray(x).reshape(-1) for x in leaves], data, fresh=True)
 
     kept = [x for start, each in zip(starts, numbers, strict=True) for x in start.keep(each)]
     disk.advance(visit, kept, lambda: None, accesses=[part.create() for part in parts])
-
-
-def _leaves_of_layer(model: Model, tree: PyTree, number: int) -> list[Any]:
-    """The leaves of a layer, which must be as those of the first."""
-    leaves, structure = jax.tree.flatten(tree)
-    found, first = [[(x.shape, x.dtype.name) for x in each] for each in (leaves, model.leaves)]
-    if structure != model.tree or found != first:
-        raise ValueError(f"layer {number} differs from layer 0: {found} instead of {first}; all must be alike")
-    return leaves
 
 
 def _split_numbers(updates: Sequence[PartProgram], stored: Sequence[np.ndarray]) -> list[list[np.ndarray]]:

@@ -1,0 +1,1 @@
+"""Parameters in host memory, three layers on the device at a time."""
