@@ -1,5 +1,6 @@
 """Gradients of embeddings: the few rows that a batch has touched, instead of the whole table."""
 
+from collections.abc import Generator
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from .._core.types import Array, Like, State, Updates
 from ..comm.base import Comm
 from .exact import exact
 from .messages import for_real_numbers, run
-from .reducer import NO_EXTRAS, Extras, Messages, Protocol, Reduced, Reducer, Result
+from .reducer import NO_EXTRAS, Extras, Messages, Reduced, Reducer, Result
 
 
 @with_description
@@ -79,7 +80,7 @@ class _RowSparse(NamedTuple):
         fits = comm.max(too_many.astype(jnp.int32)) == 0
         return comms.cond(fits, lambda comm, leaves: run(self._messages(leaves), comm), _mean, comm, leaves)
 
-    def _messages(self, leaves: list[Array]) -> Protocol:
+    def _messages(self, leaves: list[Array]) -> Generator[Messages, Messages, list[Array]]:
         positions = [self._positions(leaf) for leaf in leaves]
         picked = [leaf.at[at].get(mode="fill", fill_value=0) for leaf, at in zip(leaves, positions)]
         received = (yield Messages(gather=[*positions, *picked])).gather

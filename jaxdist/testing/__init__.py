@@ -8,5 +8,3 @@ from .compressor_laws import assert_compressor_laws as assert_compressor_laws
 from .expectations import expect as expect
 from .geometry_laws import assert_geometry_laws as assert_geometry_laws
 from .reducer_laws import assert_reducer_laws as assert_reducer_laws
-
-# Not imported with the package.
