@@ -130,21 +130,24 @@ class Streamed:
     def __init__(self, documents, args, size, shard):
         self.documents, self.column, self.shard = documents, args.column, shard
         self.shape, self.left, self.read, self.reader = (size.batch, size.context + 1), bytearray(), 0, iter(documents)
+        self.position = documents.state_dict()
 
     def __next__(self):
         length = self.shape[0] * self.shape[1]
         while len(self.left) < length:
             self.left += next(self.reader)[self.column].encode() + b"\n\n"
-            self.read += 1
+            self.read, self.position = self.read + 1, self.documents.state_dict()
         batch = np.frombuffer(self.left[:length], np.uint8).reshape(self.shape)
         del self.left[:length]
         return batch[self.shard.shard_index :: self.shard.shard_count]
 
     def get_state(self):
-        return {"documents": self.documents.state_dict(), "left": self.left.decode("latin-1")}
+        # Not that of the data set, which after `load_state_dict` is the beginning until a document has been read.
+        return {"documents": self.position, "left": self.left.decode("latin-1")}
 
     def set_state(self, state):
-        self.documents.load_state_dict(state["documents"])
+        self.position = state["documents"]
+        self.documents.load_state_dict(self.position)
         self.left, self.reader = bytearray(state["left"], "latin-1"), iter(self.documents)
 
 
