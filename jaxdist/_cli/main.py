@@ -27,6 +27,7 @@ from ..processes.launch import __main__ as launcher
 from .commands.advise import AdviseOptions, run_advise
 from .commands.compare import CompareOptions, run_compare
 from .commands.doctor import DoctorOptions, run_doctor
+from .commands.goodput import GoodputOptions, run_goodput
 from .commands.plan import PlanOptions, run_plan
 from .commands.replay import ReplayOptions, run_replay
 from .commands.show import IslandsOptions, ReducersOptions, run_islands, run_reducers
@@ -52,6 +53,7 @@ COMMANDS = {
     "advise": (AdviseOptions, run_advise),
     "replay": (ReplayOptions, run_replay),
     "plan": (PlanOptions, run_plan),
+    "goodput": (GoodputOptions, run_goodput),
     "tune": (TuneOptions, run_tune),
     "doctor": (DoctorOptions, run_doctor),
     "topology": (TopologyOptions, run_topology),

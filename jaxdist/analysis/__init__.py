@@ -1,6 +1,7 @@
 """Predicts what a step will do before it runs: its collectives and their bytes, memory, operations and time."""
 
 from . import cost as cost
+from . import goodput as goodput
 from . import pods as pods
 from . import step_time as step_time
 from .base import Collective as Collective

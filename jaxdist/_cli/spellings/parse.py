@@ -35,6 +35,7 @@ _NAMES = (*REDUCERS, *OPTIMIZERS, *FEEDBACK, *COLLECTIVES, *SYNCS)
 _RATES = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
 _BYTES = {"mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_DURATIONS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400}
 
 
 def list_spellings() -> dict[str, dict[str, tuple[str, str]]]:
@@ -509,6 +510,19 @@ def parse_bytes(option: str, text: str) -> float:
     if not found:
         raise ValueError(f"{option} must be a number of bytes, such as 24GB, 80GiB or 1TB/s, got {text!r}")
     return found
+
+
+def parse_duration(option: str, text: str) -> float:
+    """The seconds that a number with a unit spells.
+
+    Examples:
+      >>> parse_duration("--mtbf", "1y")
+      31557600.0
+    """
+    seconds = _parse_quantity(grammar.check_length(text), _DURATIONS)
+    if seconds is None:
+        raise ValueError(f"{option} is a number with one of the units {', '.join(_DURATIONS)}, as in 90s, got {text!r}")
+    return seconds
 
 
 def _parse_quantity(text: str, units: dict[str, float]) -> float | None:
