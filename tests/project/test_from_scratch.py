@@ -92,6 +92,17 @@ def test_each_is_short_and_does_without_the_library(name):
     assert re.search(r"this file and the library.* differ:\n\n- ", document)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_linked(name):
+    """From the module of its method, and from the page of it or of its family."""
+    modules = [path.read_text() for path in (REPOSITORY / "jaxdist").rglob("*.py")]
+    pages = [path.read_text() for path in (REPOSITORY / "docs").rglob("*.md")]
+    assert any(f"`examples/from_scratch/{name}.py`" in text for text in modules)
+    assert f"| `{name}.py` |" in (REPOSITORY / "docs/examples.md").read_text()
+    family = "examples/from_scratch`" if "diloco" in name else f"examples/from_scratch/{name}.py`"
+    assert any(f"`{family}" in text and "examples.md#from-scratch" in text for text in pages)
+
+
 def test_power_sgd():
     file = load("power_sgd")
     batches = [file.batch_at(step) for step in range(STEPS)]
