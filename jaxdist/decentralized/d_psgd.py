@@ -1,4 +1,7 @@
-"""D-PSGD: each worker averages its model with those of its neighbors."""
+"""D-PSGD: each worker averages its model with those of its neighbors.
+
+`examples/from_scratch/gossip.py` is the method, and CHOCO-SGD, in 100 lines of plain JAX.
+"""
 
 from typing import Literal, NamedTuple
 

@@ -2,6 +2,8 @@
 
 A meeting follows the rounds that have ended, encodes what is ahead of the global parameters, brings it into the open
 round, waits for the commit, and applies it. Each part ends at the deadline, and the next meeting goes on there.
+
+`examples/from_scratch/islands.py` is the protocol in 100 lines of plain JAX.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""DiLoCo: Nesterov momentum of the drift of many local steps."""
+"""DiLoCo: Nesterov momentum of the drift of many local steps.
+
+`examples/from_scratch/diloco.py` is the method in 100 lines of plain JAX.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Streaming DiLoCo: fragments of the model that are synchronized in turn, while training goes on."""
+"""Streaming DiLoCo: fragments of the model that are synchronized in turn, while training goes on.
+
+`examples/from_scratch/streaming_diloco.py` is the method in 100 lines of plain JAX.
+"""
 
 from typing import Any
 

