@@ -33,6 +33,7 @@ from .fragments import (
     period_at,
     split,
 )
+from .merging import Merge, check_linear, check_merge
 from .nested import (
     check_nested,
     find_weigh_drift,
@@ -59,6 +60,7 @@ def local_steps(
     delay: int = 0,
     merge_alpha: float | int = 0.0,
     overlap_correction: bool = False,
+    merge: Merge = "mean",
     buffers: Buffers = "maintain",
     warmup_steps: int = 0,
     reducer: Reducer | None = None,
@@ -121,13 +123,14 @@ def local_steps(
     check_range("merge_alpha", merge_alpha, 0, 1)
     check_count("warmup_steps", warmup_steps, 0)
     _check_buffers(buffers, partition.number, delay)
+    check_merge(merge)
     if overlap_correction and not delay:
         raise ValueError("overlap_correction keeps the progress made while the drift is sent; it needs delay >= 1")
     inner, outer = with_extra_args(inner), with_extra_args(outer)
     reducer = exact() if reducer is None else reducer
     check_reducer(reducer)
     first_rounds = [first_round(sync_period, offset, i, partition.number) for i in range(partition.number)]
-    merging = merge_alpha, overlap_correction, buffers, warmup_steps
+    merging = merge_alpha, overlap_correction, merge, buffers, warmup_steps
     return LocalStepsMethod(
         inner, outer, reducer, partition, first_rounds, sync_period, delay, *merging, axis
     ).as_transformation()
@@ -168,6 +171,7 @@ class LocalStepsMethod(NamedTuple):
     delay: int
     merge_alpha: float | int
     overlap_correction: bool
+    merge: Merge
     buffers: Buffers
     warmup_steps: int
     axis: AxisNames
@@ -186,6 +190,7 @@ class LocalStepsMethod(NamedTuple):
         number = self.fragments.number
         parts = split(anchor, labels_of(self.fragments, anchor), number)
         inner = self.inner.init(params)
+        self._check_merge(params, inner)
         if has_models(inner):
             several = number if number > 1 else None
             check_nested(
@@ -270,6 +275,24 @@ class LocalStepsMethod(NamedTuple):
             sent=add_bytes(state.sent, comms.total_bytes(ledger)),
         )
 
+    def _check_merge(self, params: PyTree, inner: State) -> None:
+        """Checks that lengths of drifts can be taken: of whole arrays, and of workers that count alike."""
+        if self.merge == "mean":
+            return
+        # An island has no axis, and decodes one drift after the other.
+        if self.axis is not None:
+            check_linear(self.merge, self.reducer)
+        if has_shards(params):
+            raise ValueError(
+                'merge="rda" takes lengths of whole drifts, and of Sharded parameters each worker has a shard: use '
+                'merge="mean", or do not shard the parameters (stages 1 and 2)'
+            )
+        if has_models(inner) and find_weigh_drift(inner) is not None:
+            raise ValueError(
+                'merge="rda" averages directions of drifts, and the gossip inside sends parts of models whose sum '
+                'alone has a meaning: use merge="mean", or d_psgd(), whose models count alike'
+            )
+
     def _weight(self, updates: Updates, params: PyTree, examples: Any, active: Any) -> Array | None:
         if self.reducer.law != Law.MEAN:
             refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
@@ -350,6 +373,7 @@ class LocalStepsMethod(NamedTuple):
                 has_rate=step.learning_rate is not None,
                 has_examples=step.examples is not None,
                 by_leaf=step.weight is not None and bool(step.weight.ndim),
+                merge=self.merge,
                 weigh_drift=weigh_drift,
             )
             for flag, fragment, *part in zip(due, fragments, *trees, strict=True)

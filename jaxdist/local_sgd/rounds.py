@@ -18,6 +18,7 @@ from ..reducers.reducer import Extras, Law, Reducer
 from ..transforms.local_gradients import reduce_weighted
 from ..transforms.weights import keep_unused, zero_unless
 from ..wire.shards import map_groups
+from .merging import Merge, check_linear, from_polar, to_polar
 from .shards import has_shards, reduce_groups
 
 # `weigh_drift(anchor, anchor - params)`: the contribution of a worker to the mean drift.
@@ -54,6 +55,7 @@ def synchronize_fragment(
     has_rate: bool,
     has_examples: bool,
     by_leaf: bool,
+    merge: Merge = "mean",
     weigh_drift: WeighDrift | None = None,
 ) -> tuple[Fragment, Updates | None]:
     """If due, takes the outer step `a += outer(reduce(a - p_w))` and restarts the counts.
@@ -69,7 +71,7 @@ def synchronize_fragment(
     if examples is not None and not by_leaf:
         # Counted together, all leaves have the same number. A fragment may be without any.
         examples = examples[0] if examples.size else comm.varying(jnp.zeros((), jnp.float32))
-    take_step = partial(_outer_step, reducer, outer, extras, examples, weigh_drift)
+    take_step = partial(_outer_step, reducer, outer, extras, examples, weigh_drift, merge)
     before = fragment.anchor, fragment.outer, fragment.reducer
     if steps is None:
         after = cond_or_static(due, take_step, lambda comm, before, params: before, comm, before, params)
@@ -124,6 +126,7 @@ def _outer_step(
     extras: dict[str, Array],
     examples: Array | None,
     weigh_drift: WeighDrift | None,
+    merge: Merge,
     comm: Comm,
     before: tuple[Updates, State, State],
     local: PyTree,
@@ -144,7 +147,16 @@ def _outer_step(
     # Δ = reduce(Δ_w), weighted by examples. Their number, which all workers with one model share, travels by itself
     # where there are shards.
     plain = reducer.law == Law.MEAN and not has_shards(drift)
-    mean, state, used = reduce_weighted(reduce, drift, reducer_state, comm, examples, plain=plain, reducer=reducer)
+    reduce_all = partial(reduce_weighted, reduce, comm=comm, plain=plain, reducer=reducer)
+    if merge == "mean":
+        mean, state, used = reduce_all(drift, reducer_state, examples=examples)
+    else:
+        check_linear(merge, reducer)
+        # Each leaf is two, a direction and a length, of one weight.
+        weights = examples if examples is None or not examples.ndim else jnp.concatenate([examples, examples])
+        polar, state, used = reduce_all(to_polar(drift), reducer_state, examples=weights)
+        mean = from_polar(polar)
+        used = used if isinstance(used, bool) or not used.ndim else used[: used.size // 2]
     # a += outer(Δ)
     steps, new = outer.update(mean, outer_state, anchor, **extras)
     # In a round without any example, momentum alone must not move the anchor.
