@@ -60,6 +60,7 @@ def local_steps(
     delay: int = 0,
     merge_alpha: float | int = 0.0,
     overlap_correction: bool = False,
+    eager: bool = False,
     merge: Merge = "mean",
     buffers: Buffers = "maintain",
     warmup_steps: int = 0,
@@ -73,10 +74,11 @@ def local_steps(
     docs/explanation/local-updates.md explains what `update` takes.
 
     *On the wire*: in a round the reducer's collectives for the fragment, for `exact()` `2(W-1)/W · 4` bytes an entry,
-    with `examples` four more; otherwise nothing. Warm-up steps send gradients, the last one parameters too.
+    with `examples` four more, with "rda" four a leaf; otherwise nothing. Warm-up steps send gradients, the last one
+    parameters too.
 
-    *State*: replicated, the anchor and `outer`'s, in float32; per worker `inner`'s, and with `overlap_correction` the
-    parameters that were sent; the reducer's.
+    *State*: replicated, the anchor and `outer`'s, in float32; per worker `inner`'s, and with `overlap_correction` or
+    `eager` one model; the reducer's.
 
     Args:
       inner: the optimizer of each worker. It may communicate over faster axes, or be `gossip` or `local_steps`.
@@ -88,6 +90,9 @@ def local_steps(
       delay: a drift is sent during the next step and merged `d` steps later.
       merge_alpha: `α` of `p_w = α p_w + (1-α) a`. 0.5 goes with a delay.
       overlap_correction: keeps the progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)` (only with `delay`).
+      eager: the same from `p̂_w = a + outer((a - p_w)/W)`, one's own share, applied when it is sent (`delay` ≥ 2).
+      merge: `reduce` is the mean, or with "rda" the mean length along the mean direction, leaf by leaf; it takes
+        `exact()`, in islands any.
       buffers: `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero, or `"average"` (sends it too).
       warmup_steps: first steps that average gradients exactly.
       reducer: averages the drift; by default `exact()`.
@@ -116,7 +121,9 @@ def local_steps(
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, 2023.
       Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
       arXiv:2501.18512, 2025. Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training
-      Using Delayed Averaging", arXiv:2006.00441, 2020 (overlap_correction).
+      Using Delayed Averaging", arXiv:2006.00441, 2020 (overlap_correction). Kale, Douillard, Donchev, "Eager Updates For Overlapped
+      Communication and Computation in DiLoCo", arXiv:2502.12996, 2025 (eager). "Decoupled DiLoCo for Resilient
+      Distributed Pre-training", arXiv:2604.21428, 2026 (rda).
     """
     partition = as_fragments(fragments)
     check_period(sync_period, offset, delay, partition.number)
@@ -126,11 +133,18 @@ def local_steps(
     check_merge(merge)
     if overlap_correction and not delay:
         raise ValueError("overlap_correction keeps the progress made while the drift is sent; it needs delay >= 1")
+    if eager and delay < 2:
+        raise ValueError(
+            f"eager workers train on with their own share until those of the others arrive, got delay={delay}, with "
+            "which they arrive in the same step: use delay >= 2"
+        )
+    if eager and overlap_correction:
+        raise ValueError("eager keeps the progress made while the drift is sent: leave overlap_correction out")
     inner, outer = with_extra_args(inner), with_extra_args(outer)
     reducer = exact() if reducer is None else reducer
     check_reducer(reducer)
     first_rounds = [first_round(sync_period, offset, i, partition.number) for i in range(partition.number)]
-    merging = merge_alpha, overlap_correction, merge, buffers, warmup_steps
+    merging = merge_alpha, overlap_correction, eager, merge, buffers, warmup_steps
     return LocalStepsMethod(
         inner, outer, reducer, partition, first_rounds, sync_period, delay, *merging, axis
     ).as_transformation()
@@ -171,6 +185,7 @@ class LocalStepsMethod(NamedTuple):
     delay: int
     merge_alpha: float | int
     overlap_correction: bool
+    eager: bool
     merge: Merge
     buffers: Buffers
     warmup_steps: int
@@ -179,6 +194,11 @@ class LocalStepsMethod(NamedTuple):
     def as_transformation(self) -> LocalSteps:
         """The transformation of these arguments."""
         return _with_method(LocalSteps(self.init, self.update), self)
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether the state has the models that the progress since is measured from."""
+        return self.overlap_correction or self.eager
 
     def init(self, params: PyTree) -> State:
         """See `local_steps`."""
@@ -215,7 +235,7 @@ class LocalStepsMethod(NamedTuple):
             examples=bind(PerWorker(jnp.zeros(len(jax.tree.leaves(anchor)), jnp.float32), resize="mean"), self.axis),
             # Fragments draw different numbers.
             reducer=tuple(bind(fold_keys(x, i) if i else x, self.axis) for i, x in enumerate(reducers)),
-            sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if self.overlap_correction else ()), self.axis),
+            sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if self.keeps_sent else ()), self.axis),
         )
 
     def update(
@@ -244,10 +264,12 @@ class LocalStepsMethod(NamedTuple):
         extras = {"step": state.count, **extra_args, **{k: v for k, v in given.items() if v is not None}}
         with jax.named_scope("local_steps"):
             # The inner step uses the previous anchor: with a delay, the previous step's round runs at the same time.
-            anchor = comm.varying(state.anchor)
+            anchor, sent = comm.varying(state.anchor), []
             if self.delay:
-                state, _, _ = self._synchronize(step, state, params)
+                state, _, sent = self._synchronize(step, state, params)
             steps, inner = self._inner_step(step, updates, state, params, extras | {"anchor": anchor})
+            if self.eager:
+                steps = self._take_share(sent, state, params, steps)
             state = _advance_counts(step, state)
             nested = has_models(inner)
             if self.delay:
@@ -374,6 +396,7 @@ class LocalStepsMethod(NamedTuple):
                 has_examples=step.examples is not None,
                 by_leaf=step.weight is not None and bool(step.weight.ndim),
                 merge=self.merge,
+                eager=self.eager,
                 weigh_drift=weigh_drift,
             )
             for flag, fragment, *part in zip(due, fragments, *trees, strict=True)
@@ -385,10 +408,22 @@ class LocalStepsMethod(NamedTuple):
         """Whether the result of each fragment's round is merged now: `delay` steps of the fragment after its start."""
         return [(state.rounds[i] > 0) & (state.since[i] == self.delay) for i in range(self.fragments.number)]
 
+    def _take_share(self, sent: list[Flag], state: LocalStepsState, params: PyTree, steps: Updates) -> Updates:
+        """Moves the fragments that are sent by the outer step along this worker's own share."""
+        labels, number = labels_of(self.fragments, state.anchor), self.fragments.number
+        parts = zip(
+            sent, *(split(tree, labels, number) for tree in (state.sent_from.value, params, steps)), strict=True
+        )
+        moved = [
+            tree_where(flag, jax.tree.map(lambda e, p, u: (u + (e - p)).astype(u.dtype), eager, params, steps), steps)
+            for flag, eager, params, steps in parts
+        ]
+        return merge(moved, labels)
+
     def _merge_arrived(self, arrived: list[Flag], state: LocalStepsState, params: PyTree, steps: Updates) -> Updates:
         """Merges the anchor of each fragment that has arrived into this worker's parameters."""
         labels = labels_of(self.fragments, state.anchor)
-        trees = [state.anchor, params, steps, *([state.sent_from.value] if self.overlap_correction else [])]
+        trees = [state.anchor, params, steps, *([state.sent_from.value] if self.keeps_sent else [])]
         parts = zip(arrived, *(split(tree, labels, self.fragments.number) for tree in trees), strict=True)
         merged = [
             tree_where(flag, merge_anchor(self.merge_alpha, anchor, params, steps, *sent), steps)
