@@ -179,6 +179,15 @@ def take_outer_step(
     return Shared(optax.apply_updates(shared.anchor, steps), outer, reducer)
 
 
+@partial(jax.jit, static_argnums=0)
+def measure_share(method: RoundMethod, shared: Shared, drift: Updates, members: Array, rate: Array | None) -> Updates:
+    """Returns how far the outer step along `Δ_w / K` alone would take the global parameters back, as a drift is."""
+    extras = {} if rate is None else {"learning_rate": rate}
+    share = jax.tree.map(lambda x: x * (1 / members.astype(x.dtype)), drift)
+    steps, _ = method.outer.update(share, shared.outer, shared.anchor, **extras)
+    return jax.tree.map(jnp.negative, steps)
+
+
 @jax.jit
 def rebase(anchor: Updates, params: PyTree, ahead: Updates) -> PyTree:
     """Returns the parameters of a model that is `ahead` of a new anchor by what no round has taken yet."""
@@ -270,7 +279,13 @@ def needs_rate(outer: optax.GradientTransformationExtraArgs, like: PyTree) -> bo
 
 
 def compile_programs(
-    method: RoundMethod, index: Array | np.int32, local: LocalStepsState, params: PyTree, *, needs_rate: bool
+    method: RoundMethod,
+    index: Array | np.int32,
+    local: LocalStepsState,
+    params: PyTree,
+    *,
+    needs_rate: bool,
+    eager: bool,
 ) -> None:
     """Runs every program of a round once, on arrays placed as in a meeting."""
     shared = select_shared(local)
@@ -283,6 +298,9 @@ def compile_programs(
     if not needs_rate:
         take_outer_step(method, shared, total, np.float32(1), replicated, None)
     stepped = take_outer_step(method, shared, total, np.float32(1), replicated, np.float32(1))
+    for rate in [np.float32(1)] if needs_rate else [None, np.float32(1)]:
+        if eager:
+            measure_share(method, shared, drift, np.float32(1), rate)
     digest_of(stepped)
     rebase(stepped.anchor, params, subtract(drift, drift))
     restart_counts(local, np.int32(0))
