@@ -70,39 +70,34 @@ def local_steps(
     """Takes `H` steps on each worker's own data, then one step of an outer optimizer along the mean change.
 
     From the anchor `p_w = a`, `H` times `p_w += inner(g_w)`, then `a += outer(Δ)` with `Δ = reduce(a - p_w)`.
-    Parameters differ between workers: mark them `PerWorker`, and evaluate `jd.local_sgd.global_params(opt_state)`.
-    docs/explanation/local-updates.md explains what `update` takes.
+    Mark parameters `PerWorker`, and evaluate `jd.local_sgd.global_params(opt_state)`. What `update` takes:
+    docs/explanation/local-updates.md.
 
-    *On the wire*: in a round the reducer's collectives for the fragment, for `exact()` `2(W-1)/W · 4` bytes an entry,
-    with `examples` four more, with "rda" four a leaf; otherwise nothing. Warm-up steps send gradients, the last one
-    parameters too.
+    *On the wire*: in a round the fragment by the reducer, for `exact()` `2(W-1)/W · 4` bytes an entry, with "rda" also
+    a leaf, with `examples` four more. Warm-up steps send gradients, the last one parameters too.
 
-    *State*: replicated, the anchor and `outer`'s, in float32; per worker `inner`'s, and with `overlap_correction` or
-    `eager` one model; the reducer's.
+    *State*: replicated, the anchor and `outer`'s, in float32; per worker `inner`'s, `p̂_w` if kept; the reducer's.
 
     Args:
-      inner: the optimizer of each worker. It may communicate over faster axes, or be `gossip` or `local_steps`.
-      outer: receives `Δ` as its gradient: `optax.sgd(1.0)` averages. Do not clip or decay here.
-      sync_period: `H`, or a schedule of it. Longer sends less and drifts more: 8 to 64 for averaging, up to 500 with
-        DiLoCo.
-      offset: the length of the first round, if not `H`.
-      fragments: groups of leaves, `H/P` steps apart: `balanced(P)` (or `P`), `strided(P)`.
+      inner: each worker's optimizer, which may communicate over faster axes, or be `gossip` or `local_steps`.
+      outer: receives `Δ` as its gradient: `optax.sgd(1.0)` averages. Neither clip nor decay.
+      sync_period: `H`, or a schedule of it: 8 to 64 for averaging, up to 500 with DiLoCo.
+      offset: the first round's length, if not `H`.
+      fragments: groups of leaves, `H/P` steps apart: `P`, `strided(P)`.
       delay: a drift is sent during the next step and merged `d` steps later.
-      merge_alpha: `α` of `p_w = α p_w + (1-α) a`. 0.5 goes with a delay.
-      overlap_correction: keeps the progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)` (only with `delay`).
-      eager: the same from `p̂_w = a + outer((a - p_w)/W)`, one's own share, applied when it is sent (`delay` ≥ 2).
-      merge: `reduce` is the mean, or with "rda" the mean length along the mean direction, leaf by leaf; it takes
-        `exact()`, in islands any.
-      buffers: `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero, or `"average"` (sends it too).
-      warmup_steps: first steps that average gradients exactly.
-      reducer: averages the drift; by default `exact()`.
+      merge_alpha: `α` of `p_w = α p_w + (1-α) a`, with a delay 0.5.
+      overlap_correction: keeps progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)` (with `delay`).
+      eager: the same, but `p_w` becomes `p̂_w = a + outer((a - p_w)/W)` when it is sent (`delay` ≥ 2).
+      merge: "mean", or "rda": the mean length along the mean direction, leaf by leaf; of `exact()`, in islands of any.
+      buffers: `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero, or `"average"` (sent).
+      warmup_steps: first steps, of averaged gradients.
+      reducer: of the drift; by default `exact()`.
 
     Returns:
-      A transformation for the end of a chain; its `update` needs `params`.
+      The end of a chain; its `update` needs `params`.
 
     Raises:
-      ValueError: in `init`, `outer` needs more than a drift, or sharding does not fit. At trace time, `params` are not
-        `PerWorker`, and as `all_reduce`.
+      ValueError: options, `outer` or sharding do not fit; at trace time, `params` are not `PerWorker`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -121,9 +116,9 @@ def local_steps(
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, 2023.
       Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
       arXiv:2501.18512, 2025. Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training
-      Using Delayed Averaging", arXiv:2006.00441, 2020 (overlap_correction). Kale, Douillard, Donchev, "Eager Updates For Overlapped
-      Communication and Computation in DiLoCo", arXiv:2502.12996, 2025 (eager). "Decoupled DiLoCo for Resilient
-      Distributed Pre-training", arXiv:2604.21428, 2026 (rda).
+      Using Delayed Averaging", arXiv:2006.00441, 2020 (overlap_correction). Kale, Douillard, Donchev, "Eager Updates
+      For Overlapped Communication and Computation in DiLoCo", arXiv:2502.12996, 2025 (eager). "Decoupled DiLoCo for
+      Resilient Distributed Pre-training", arXiv:2604.21428, 2026 (rda).
     """
     partition = as_fragments(fragments)
     check_period(sync_period, offset, delay, partition.number)

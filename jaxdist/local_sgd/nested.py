@@ -203,7 +203,7 @@ def check_nested(state: State, params: PyTree, axis: AxisNames, **options: Any) 
             )
     if any(jax.tree.leaves(node.sent_from.value) for node in nodes):
         raise ValueError(
-            "local_steps(overlap_correction=True) or (eager=True) cannot be inside another local_steps; leave it out"
+            "local_steps(overlap_correction=True) cannot be inside another local_steps, nor eager=True; leave it out"
         )
     if any(jax.tree.structure(node.anchor) != jax.tree.structure(params) for node in nodes):
         raise ValueError(

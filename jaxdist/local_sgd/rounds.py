@@ -189,7 +189,7 @@ def _peek(
     before: tuple[Updates, State, State],
     local: PyTree,
 ) -> PyTree:
-    """This worker's model after the outer step along its own share `Δ_w / W`, as if the others had not moved."""
+    """The model of a worker after the outer step along its own share `Δ_w / W`, as if the others had not moved."""
     anchor, outer_state, _ = comm.varying(before)
     share = jax.tree.map(lambda x: x / comm.size, _drift(comm, anchor, local)[1])
     steps, _ = outer.update(share, outer_state, anchor, **extras)

@@ -160,6 +160,12 @@ def test_reducers_without_lengths_of_single_drifts_are_refused():
         unwrap(jd.local_steps)(optax.sgd(0.1), NESTEROV, sync_period=2, merge="median")  # pyright: ignore
 
 
+def test_lengths_of_shards_are_refused():
+    tx = jd.local_steps(optax.sgd(0.1), NESTEROV, sync_period=2, merge="rda")
+    with pytest.raises(ValueError, match="takes lengths of whole drifts, and of Sharded parameters"):
+        tx.init({"w": jd.Sharded(jnp.ones(8), axis="chip")})
+
+
 def test_models_that_do_not_count_alike_are_refused():
     inner = jd.gossip(optax.sgd(0.1), jd.topology.one_peer_exponential(4), method=jd.decentralized.osgp())
     with pytest.raises(ValueError, match="the gossip inside sends parts of models"):
