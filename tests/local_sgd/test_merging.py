@@ -157,7 +157,7 @@ def test_reducers_without_lengths_of_single_drifts_are_refused():
     with pytest.raises(ValueError, match=r"directions and lengths of single drifts, and compressed\(qsgd\(4\)\)"):
         tx.init(params())
     with pytest.raises(ValueError, match='merge must be "mean" or "rda", got \'median\''):
-        unwrap(jd.local_steps)(optax.sgd(0.1), NESTEROV, sync_period=2, merge="median")  # pyright: ignore
+        unwrap(jd.local_steps)(optax.sgd(0.1), NESTEROV, sync_period=2, merge="median")
 
 
 def test_lengths_of_shards_are_refused():
