@@ -47,7 +47,10 @@ def make_schedule(name: str, rate: float, steps: int) -> optax.Schedule:
 
 
 def make_method(spelling: str, inner: optax.GradientTransformation, warmup_steps: int = 0):
-    """Makes `synchronous`, `local_sgd:H`, `NAME:H,OUTER_RATE,MOMENTUM` for the DiLoCo variants."""
+    """Makes `synchronous`, `local_sgd:H`, `NAME:H,OUTER_RATE,MOMENTUM` for the DiLoCo variants.
+
+    Those of `diloco_late` and `diloco_eager` have the whole next round to send a drift.
+    """
     name, _, rest = spelling.partition(":")
     numbers = [float(number) for number in rest.split(",") if rest]
     if name == "synchronous":
@@ -58,8 +61,14 @@ def make_method(spelling: str, inner: optax.GradientTransformation, warmup_steps
     outer |= {"sync_period": period, "learning_rate": numbers[1], "momentum": numbers[2]}
     if name == "streaming":
         return jd.local_sgd.streaming_diloco(inner, fragments=4, delay=1, **outer)
-    reducers = {"diloco": None, "diloco_4_bits": jd.two_shot(jd.qsgd(4))}
-    return jd.local_sgd.diloco(inner, reducer=reducers[name], **outer)
+    variants: dict[str, dict[str, Any]] = {
+        "diloco": {},
+        "diloco_4_bits": {"reducer": jd.two_shot(jd.qsgd(4))},
+        "diloco_rda": {"merge": "rda"},
+        "diloco_late": {"delay": period - 1, "overlap_correction": True},
+        "diloco_eager": {"delay": period - 1, "eager": True},
+    }
+    return jd.local_sgd.diloco(inner, **variants[name], **outer)
 
 
 def make_inner(options: argparse.Namespace) -> optax.GradientTransformation:

@@ -65,6 +65,7 @@ class JoinOptions(NamedTuple):
     moments: Moments
     place: str
     on_disk: bool
+    eager: bool = False
 
 
 class IslandError(Portable, RuntimeError):

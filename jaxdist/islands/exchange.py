@@ -18,6 +18,7 @@ from .._core.hashing import hash_array
 from .._core.jaxprs import propagate
 from .._core.types import Array, PyTree, State, Updates
 from ..comm.base import alone
+from ..local_sgd.merging import Merge, Polar, from_polar, to_polar
 from ..local_sgd.nested import advance_schedules, mark_inner, unmark_inner, update_inner_buffers
 from ..local_sgd.rounds import round_like
 from ..local_sgd.state import LocalStepsState
@@ -45,10 +46,18 @@ class Shared(NamedTuple):
 
 
 class RoundMethod(NamedTuple):
-    """A reducer and an outer optimizer: the static part of every program of a round."""
+    """The static part of every program of a round: a reducer, an outer optimizer, and how drifts are merged."""
 
     reducer: Reducer
     outer: optax.GradientTransformationExtraArgs
+    merge: Merge = "mean"
+
+    def begin_total(self, anchor: Updates) -> Updates | Polar:
+        """Returns what the first member of a round is added to."""
+        zeros = zeros_like(anchor)
+        if self.merge == "mean":
+            return zeros
+        return Polar(zeros, jax.tree.map(lambda x: np.zeros((), x.dtype), zeros))
 
 
 def select_shared(state: LocalStepsState) -> Shared:
@@ -143,25 +152,40 @@ def encode_drift(
 
 @partial(jax.jit, static_argnums=0)
 def add_member(
-    method: RoundMethod, total: Updates, arrays: Sequence[Any], weight: Array, state: State
-) -> tuple[Updates, list[Array]]:
-    """Returns `total + n_w D(C(Δ_w))`, and the replicated leaves of the reducer's state after the round."""
-    contribution, after = decode(method.reducer, total, arrays, state)
+    method: RoundMethod, total: Updates | Polar, arrays: Sequence[Any], weight: Array, state: State
+) -> tuple[Updates | Polar, list[Array]]:
+    """Returns `total + n_w D(C(Δ_w))`, and the replicated leaves of the reducer's state after the round.
+
+    With `merge="rda"` the total is that of directions and of lengths.
+    """
+    like = total.directions if isinstance(total, Polar) else total
+    contribution, after = decode(method.reducer, like, arrays, state)
+    contribution = to_polar(contribution) if isinstance(total, Polar) else contribution
     total = jax.tree.map(lambda t, x: t + weight.astype(t.dtype) * x, total, contribution)
     return total, common_leaves(after)
 
 
 @partial(jax.jit, static_argnums=0)
 def take_outer_step(
-    method: RoundMethod, shared: Shared, total: Updates, weight: Array, reducer: list[Array], rate: Array | None
+    method: RoundMethod, shared: Shared, total: Updates | Polar, weight: Array, reducer: list[Array], rate: Array | None
 ) -> Shared:
-    """Takes `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`."""
+    """Takes `a += outer(Δ)` with `Δ = Σ n_w D(C(Δ_w)) / Σ n_w`, or what `merge` makes of directions and lengths."""
     # Not `t / weight`: XLA multiplies by the reciprocal too where the number of workers is a constant, so that a round
     # of equal weights has the bits of `local_steps` on a mesh.
     mean = jax.tree.map(lambda t: t * (1 / weight.astype(t.dtype)), total)
+    mean = from_polar(mean) if isinstance(mean, Polar) else mean
     extras = {} if rate is None else {"learning_rate": rate}
     steps, outer = method.outer.update(mean, shared.outer, shared.anchor, **extras)
     return Shared(optax.apply_updates(shared.anchor, steps), outer, reducer)
+
+
+@partial(jax.jit, static_argnums=0)
+def measure_share(method: RoundMethod, shared: Shared, drift: Updates, members: Array, rate: Array | None) -> Updates:
+    """Returns how far the outer step along `Δ_w / K` alone would take the global parameters back, as a drift is."""
+    extras = {} if rate is None else {"learning_rate": rate}
+    share = jax.tree.map(lambda x: x * (1 / members.astype(x.dtype)), drift)
+    steps, _ = method.outer.update(share, shared.outer, shared.anchor, **extras)
+    return jax.tree.map(jnp.negative, steps)
 
 
 @jax.jit
@@ -255,19 +279,28 @@ def needs_rate(outer: optax.GradientTransformationExtraArgs, like: PyTree) -> bo
 
 
 def compile_programs(
-    method: RoundMethod, index: Array | np.int32, local: LocalStepsState, params: PyTree, *, needs_rate: bool
+    method: RoundMethod,
+    index: Array | np.int32,
+    local: LocalStepsState,
+    params: PyTree,
+    *,
+    needs_rate: bool,
+    eager: bool,
 ) -> None:
     """Runs every program of a round once, on arrays placed as in a meeting."""
     shared = select_shared(local)
     drift = measure_drift(local.anchor, params)
     arrays, *_ = encode_drift(method, index, drift, local.reducer[0], np.float32(1))
     hosts = [to_host(x) for x in arrays]
-    total, replicated = zeros_like(shared.anchor), shared.reducer
+    total, replicated = method.begin_total(shared.anchor), shared.reducer
     for _ in range(2):  # the second member is added to what the first left
         total, replicated = add_member(method, total, hosts, np.float32(1), local.reducer[0])
     if not needs_rate:
         take_outer_step(method, shared, total, np.float32(1), replicated, None)
     stepped = take_outer_step(method, shared, total, np.float32(1), replicated, np.float32(1))
+    for rate in [np.float32(1)] if needs_rate else [None, np.float32(1)]:
+        if eager:
+            measure_share(method, shared, drift, np.float32(1), rate)
     digest_of(stepped)
     rebase(stepped.anchor, params, subtract(drift, drift))
     restart_counts(local, np.int32(0))

@@ -39,7 +39,6 @@ from .exchange import (
     measure_drift,
     take_outer_step,
     to_host,
-    zeros_like,
 )
 
 logger = logging.getLogger("jaxdist.islands")
@@ -97,6 +96,7 @@ def describe(
     return dtypes | {
         "format": protocol.FORMAT,
         "sync_period": sync_period,
+        "merge": method.merge,
         "parameters": _shapes(local.anchor),
         "reducer": _shapes(jax.eval_shape(method.reducer.init, local.anchor)),
         "payload": [f"{x.dtype}{list(x.shape)}" for x in payload],
@@ -123,7 +123,7 @@ def _fingerprint(
     one, start = np.float32(1), shared
     encoding = (method, np.int32(0), measure_drift(anchor, params), reducer, one)
     hosts = [to_host(x) for x in encode_drift(*encoding)[0]]
-    total, replicated = zeros_like(anchor), shared.reducer
+    total, replicated = method.begin_total(anchor), shared.reducer
     adding = (method, total, hosts, one, reducer)
     for _ in range(2):  # the second member is added to what the first left
         total, replicated = add_member(*adding)
@@ -385,7 +385,9 @@ def find_difference(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
 
 
 def _find_shapes(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
-    for key in ("sync_period", "parameters", "dtypes", "reducer", "payload", "code", "outer optimizer"):
+    # A run of an earlier version, which has no such line.
+    theirs = {"merge": "mean", **theirs}
+    for key in ("sync_period", "merge", "parameters", "dtypes", "reducer", "payload", "code", "outer optimizer"):
         # Who only reads has parameters of any dtype.
         its, ours = theirs.get(key), own.get(key)
         if key not in own or its == ours:

@@ -42,6 +42,7 @@ from .exchange import (
     copy_shared_to_host,
     encode_drift,
     measure_drift,
+    measure_share,
     move_counts,
     rebase,
     restart_buffers,
@@ -200,7 +201,12 @@ class Island:
         model = MeetingState(*find_model(state))
         # A program that compiles in a meeting would make the others wait.
         compile_programs(
-            self._replay.method, self._index, model.local, model.params, needs_rate=self._replay.needs_rate
+            self._replay.method,
+            self._index,
+            model.local,
+            model.params,
+            needs_rate=self._replay.needs_rate,
+            eager=options.eager,
         )
         self._store.deadline = self._store.now() + self._options.patience
         # Rounds may have ended meanwhile: this island announces itself in the one that is open.
@@ -337,6 +343,8 @@ class Island:
             problem=problem or traffic.problem,
             digest=self._replay.digest,
         )
+        if leaving:
+            self._take_back(model)
         if report.late and not report.counted:
             self._late += 1
         if report.late:
@@ -487,10 +495,34 @@ class Island:
             leaving=leaving,
             run=self._replay.run.mark,
         )
-        flight = InFlight(place, drift, after, record, float(to_host(local.rates)[0]))
+        kept = drift
+        if self._options.eager and not leaving:
+            kept = self._take_share(model, drift, None if rate is None else np.float32(rate))
+        flight = InFlight(place, drift, kept, after, record, float(to_host(local.rates)[0]))
         ahead = self._replay.expected if self._options.overlap and not leaving else ()
         self._outbox.send(flight, body, self._replay.round, self._replay.digest, self._options.name, ahead)
         return True
+
+    def _take_share(self, model: MeetingState, drift: PyTree, rate: np.float32 | None) -> PyTree:
+        """Takes the outer step along this island's share; returns what that is ahead of the global parameters."""
+        replay, options = self._replay, self._options
+        members = max(len({*replay.expected, options.name}), 1 if replay.round else options.begin_with)
+        shared = select_shared(model.local)
+        share = measure_share(replay.method, shared, drift, np.float32(members), rate)
+        model.params = rebase(shared.anchor, model.params, share)
+        # As parameters of half precision have it.
+        return measure_drift(shared.anchor, model.params)
+
+    def _take_back(self, model: MeetingState) -> None:
+        """Puts the whole drift that is under way into the model again, of which it has this island's share."""
+        ahead = self._with_drift(measure_drift(model.local.anchor, model.params), self._outbox.flight)
+        model.params = rebase(model.local.anchor, model.params, ahead)
+
+    def _with_drift(self, ahead: PyTree, flight: InFlight | None) -> PyTree:
+        """What is ahead of the global parameters, with the whole drift in place of a share."""
+        if flight is None or flight.ahead is flight.drift:
+            return ahead
+        return subtract(ahead, subtract(flight.ahead, flight.drift))
 
     def _deliver(self, *, wait: bool) -> bool:
         """Brings the record of the drift into the open round; returns false while its body is on the way."""
@@ -596,7 +628,7 @@ class Island:
         expected = tuple(sorted({*self._replay.expected, *bodies, *commit.missing}))
         shared = self._replay.advance(local, commit)
         if flight is not None and is_counted:
-            ahead = subtract(ahead, flight.drift)
+            ahead = subtract(ahead, flight.ahead)
             local = self._take_counted(local, flight)
             is_slow = protocol.is_too_old(flight.body, self._replay.round - 1, 1)
             self._late = self._late + 1 if is_slow else 0
@@ -605,7 +637,7 @@ class Island:
             self._outbox.next_round()
             is_late = name not in commit.differing and name not in commit.damaged
             self._note(counted=False, late=is_late or self._report.late)
-            self._drop_old()
+            ahead = self._drop_old(ahead)
             local = move_counts(local, np.int32(self._replay.round))
         model.local = with_shared(local, shared)
         model.params = rebase(shared.anchor, model.params, ahead)
@@ -631,11 +663,16 @@ class Island:
             np.float32(flight.rates),
         )
 
-    def _drop_old(self) -> None:
-        """Gives up a drift that no later round can count: it is encoded again, with all that came since."""
+    def _drop_old(self, ahead: PyTree) -> PyTree:
+        """Gives up a drift that no later round can count: it is encoded again, with all that came since.
+
+        Returns what is then ahead of the global parameters.
+        """
         flight, replay = self._outbox.flight, self._replay
         if flight is not None and (not replay.lasts or protocol.is_too_old(flight.body, replay.round, replay.rounds)):
             self._outbox.clear()
+            return self._with_drift(ahead, flight)
+        return ahead
 
     def _warn_if_alone(self, commit: Commit) -> None:
         is_lonely = len(commit.members) == 1 and bool(commit.missing)
@@ -689,10 +726,10 @@ class Island:
         self._replay.go_to(anchor)
         self._outbox.next_round()
         if flight is not None and (self._options.name, flight.body) in anchor.counted:
-            ahead = subtract(ahead, flight.drift)
+            ahead = subtract(ahead, flight.ahead)
             local = with_shared(self._take_counted(local, flight), select_shared(local))
             self._note(counted=True, examples=self._report.examples + flight.record.examples)
-        self._drop_old()
+        ahead = self._drop_old(ahead)
         model.local, model.params = local, rebase(local.anchor, model.params, ahead)
 
     def _take_kept_anchor(self, local: LocalStepsState) -> LocalStepsState:

@@ -28,6 +28,7 @@ def join(
     quorum: int = 1,
     patience: float | int = 3600.0,
     overlap: bool = False,
+    eager: bool = False,
     keep_every: int = 20,
     begin: bool = True,
     moments: Moments = "own",
@@ -55,6 +56,7 @@ def join(
       quorum: the fewest drifts that make a round.
       patience: seconds after which too few islands, or a store that is away, are an error.
       overlap: send and read while the island trains, and merge at the next meeting; own progress is kept.
+      eager: with `overlap`, train on from `a + outer(Δ_w / K)`, one's own share, while the drift is under way.
       keep_every: rounds between kept global parameters. The island that opens the run decides for all.
       begin: open the run if there is none. `False` for one that restarts, whose disk may not be mounted yet.
       moments: of the inner optimizer: "own" keeps those of the state that enters, "fresh" takes those of `init`, for a
@@ -90,7 +92,7 @@ def join(
     """
     place = place_of(url)
     times = float(round_timeout), begin_with, quorum, float(patience)
-    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url))
+    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url), eager)
     _check(options)
     config = method_of(tx)
     problems = {
@@ -144,5 +146,7 @@ def _check(options: JoinOptions) -> None:
         check_count(name, getattr(options, name), 1)
     for name in ("round_timeout", "patience"):
         check_range(name, getattr(options, name), 0, ends="(]")
+    if options.eager and not options.overlap:
+        raise ValueError("eager=True is for the time in which a drift is under way: join with overlap=True too")
     if options.moments not in ("own", "fresh"):
         raise ValueError(f'moments must be "own" or "fresh", got {options.moments!r}')

@@ -24,6 +24,7 @@ class InFlight(NamedTuple):
     Attributes:
       body: the place of its bytes.
       drift: what it takes of this island's progress if it counts.
+      ahead: what the island's model has of it until then: all of it, or the outer step along the island's own share.
       reducer: the reducer's state if it counts.
       record: what the store is told of it, but for the round's `base`.
       rates: the sum of the learning rates of its steps.
@@ -33,6 +34,7 @@ class InFlight(NamedTuple):
 
     body: str
     drift: Updates
+    ahead: Updates
     reducer: State
     record: Drift
     rates: float

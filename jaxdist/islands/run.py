@@ -33,7 +33,6 @@ from .exchange import (
     select_shared,
     take_outer_step,
     with_shared,
-    zeros_like,
 )
 from .protocol import Anchor, Commit, most_rounds
 
@@ -131,7 +130,7 @@ class Replay:
         return most_rounds(self.run.keep_every)
 
     def __init__(self, store: Connection, config: Any):
-        self.method = RoundMethod(config.reducer, config.outer)
+        self.method = RoundMethod(config.reducer, config.outer, config.merge)
         self.round, self.digest = 0, ""
         self.expected: tuple[str, ...] = ()
         self.counted: dict[str, str] = {}
@@ -333,7 +332,7 @@ class Replay:
             return shared
         rates = [member.rate for member in commit.members]
         rate = None if None in rates else np.float32(sum(rates) / len(rates))  # pyright: ignore
-        total, replicated = zeros_like(shared.anchor), shared.reducer
+        total, replicated = self.method.begin_total(shared.anchor), shared.reducer
         for member in commit.members:
             arrays = self.body(member.body, number)
             total, replicated = add_member(self.method, total, arrays, np.float32(member.weight), reducer)

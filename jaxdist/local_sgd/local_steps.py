@@ -33,6 +33,7 @@ from .fragments import (
     period_at,
     split,
 )
+from .merging import Merge, check_linear, check_merge
 from .nested import (
     check_nested,
     find_weigh_drift,
@@ -59,6 +60,8 @@ def local_steps(
     delay: int = 0,
     merge_alpha: float | int = 0.0,
     overlap_correction: bool = False,
+    eager: bool = False,
+    merge: Merge = "mean",
     buffers: Buffers = "maintain",
     warmup_steps: int = 0,
     reducer: Reducer | None = None,
@@ -67,35 +70,34 @@ def local_steps(
     """Takes `H` steps on each worker's own data, then one step of an outer optimizer along the mean change.
 
     From the anchor `p_w = a`, `H` times `p_w += inner(g_w)`, then `a += outer(Δ)` with `Δ = reduce(a - p_w)`.
-    Parameters differ between workers: mark them `PerWorker`, and evaluate `jd.local_sgd.global_params(opt_state)`.
-    docs/explanation/local-updates.md explains what `update` takes.
+    Mark parameters `PerWorker`, and evaluate `jd.local_sgd.global_params(opt_state)`. What `update` takes:
+    docs/explanation/local-updates.md.
 
-    *On the wire*: in a round the reducer's collectives for the fragment, for `exact()` `2(W-1)/W · 4` bytes an entry,
-    with `examples` four more; otherwise nothing. Warm-up steps send gradients, the last one parameters too.
+    *On the wire*: in a round the fragment by the reducer, for `exact()` `2(W-1)/W · 4` bytes an entry, with "rda" also
+    a leaf, with `examples` four more. Warm-up steps send gradients, the last one parameters too.
 
-    *State*: replicated, the anchor and `outer`'s, in float32; per worker `inner`'s, and with `overlap_correction` the
-    parameters that were sent; the reducer's.
+    *State*: replicated, the anchor and `outer`'s, in float32; per worker `inner`'s, `p̂_w` if kept; the reducer's.
 
     Args:
-      inner: the optimizer of each worker. It may communicate over faster axes, or be `gossip` or `local_steps`.
-      outer: receives `Δ` as its gradient: `optax.sgd(1.0)` averages. Do not clip or decay here.
-      sync_period: `H`, or a schedule of it. Longer sends less and drifts more: 8 to 64 for averaging, up to 500 with
-        DiLoCo.
-      offset: the length of the first round, if not `H`.
-      fragments: groups of leaves, `H/P` steps apart: `balanced(P)` (or `P`), `strided(P)`.
+      inner: each worker's optimizer, which may communicate over faster axes, or be `gossip` or `local_steps`.
+      outer: receives `Δ` as its gradient: `optax.sgd(1.0)` averages. Neither clip nor decay.
+      sync_period: `H`, or a schedule of it: 8 to 64 for averaging, up to 500 with DiLoCo.
+      offset: the first round's length, if not `H`.
+      fragments: groups of leaves, `H/P` steps apart: `P`, `strided(P)`.
       delay: a drift is sent during the next step and merged `d` steps later.
-      merge_alpha: `α` of `p_w = α p_w + (1-α) a`. 0.5 goes with a delay.
-      overlap_correction: keeps the progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)` (only with `delay`).
-      buffers: `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero, or `"average"` (sends it too).
-      warmup_steps: first steps that average gradients exactly.
-      reducer: averages the drift; by default `exact()`.
+      merge_alpha: `α` of `p_w = α p_w + (1-α) a`, with a delay 0.5.
+      overlap_correction: keeps progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)` (with `delay`).
+      eager: the same, but `p_w` becomes `p̂_w = a + outer((a - p_w)/W)` when it is sent (`delay` ≥ 2).
+      merge: "mean", or "rda": the mean length along the mean direction, leaf by leaf; of `exact()`, in islands of any.
+      buffers: `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero, or `"average"` (sent).
+      warmup_steps: first steps, of averaged gradients.
+      reducer: of the drift; by default `exact()`.
 
     Returns:
-      A transformation for the end of a chain; its `update` needs `params`.
+      The end of a chain; its `update` needs `params`.
 
     Raises:
-      ValueError: in `init`, `outer` needs more than a drift, or sharding does not fit. At trace time, `params` are not
-        `PerWorker`, and as `all_reduce`.
+      ValueError: options, `outer` or sharding do not fit; at trace time, `params` are not `PerWorker`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -114,20 +116,30 @@ def local_steps(
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, 2023.
       Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
       arXiv:2501.18512, 2025. Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training
-      Using Delayed Averaging", arXiv:2006.00441, 2020 (overlap_correction).
+      Using Delayed Averaging", arXiv:2006.00441, 2020 (overlap_correction). Kale, Douillard, Donchev, "Eager Updates
+      For Overlapped Communication and Computation in DiLoCo", arXiv:2502.12996, 2025 (eager). "Decoupled DiLoCo for
+      Resilient Distributed Pre-training", arXiv:2604.21428, 2026 (rda).
     """
     partition = as_fragments(fragments)
     check_period(sync_period, offset, delay, partition.number)
     check_range("merge_alpha", merge_alpha, 0, 1)
     check_count("warmup_steps", warmup_steps, 0)
     _check_buffers(buffers, partition.number, delay)
+    check_merge(merge)
     if overlap_correction and not delay:
         raise ValueError("overlap_correction keeps the progress made while the drift is sent; it needs delay >= 1")
+    if eager and delay < 2:
+        raise ValueError(
+            f"eager workers train on with their own share until those of the others arrive, got delay={delay}, with "
+            "which they arrive in the same step: use delay >= 2"
+        )
+    if eager and overlap_correction:
+        raise ValueError("eager keeps the progress made while the drift is sent: leave overlap_correction out")
     inner, outer = with_extra_args(inner), with_extra_args(outer)
     reducer = exact() if reducer is None else reducer
     check_reducer(reducer)
     first_rounds = [first_round(sync_period, offset, i, partition.number) for i in range(partition.number)]
-    merging = merge_alpha, overlap_correction, buffers, warmup_steps
+    merging = merge_alpha, overlap_correction, eager, merge, buffers, warmup_steps
     return LocalStepsMethod(
         inner, outer, reducer, partition, first_rounds, sync_period, delay, *merging, axis
     ).as_transformation()
@@ -168,6 +180,8 @@ class LocalStepsMethod(NamedTuple):
     delay: int
     merge_alpha: float | int
     overlap_correction: bool
+    eager: bool
+    merge: Merge
     buffers: Buffers
     warmup_steps: int
     axis: AxisNames
@@ -175,6 +189,11 @@ class LocalStepsMethod(NamedTuple):
     def as_transformation(self) -> LocalSteps:
         """The transformation of these arguments."""
         return _with_method(LocalSteps(self.init, self.update), self)
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether the state has the models that the progress since is measured from."""
+        return self.overlap_correction or self.eager
 
     def init(self, params: PyTree) -> State:
         """See `local_steps`."""
@@ -186,6 +205,7 @@ class LocalStepsMethod(NamedTuple):
         number = self.fragments.number
         parts = split(anchor, labels_of(self.fragments, anchor), number)
         inner = self.inner.init(params)
+        self._check_merge(params, inner)
         if has_models(inner):
             several = number if number > 1 else None
             check_nested(
@@ -210,7 +230,7 @@ class LocalStepsMethod(NamedTuple):
             examples=bind(PerWorker(jnp.zeros(len(jax.tree.leaves(anchor)), jnp.float32), resize="mean"), self.axis),
             # Fragments draw different numbers.
             reducer=tuple(bind(fold_keys(x, i) if i else x, self.axis) for i, x in enumerate(reducers)),
-            sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if self.overlap_correction else ()), self.axis),
+            sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if self.keeps_sent else ()), self.axis),
         )
 
     def update(
@@ -239,10 +259,12 @@ class LocalStepsMethod(NamedTuple):
         extras = {"step": state.count, **extra_args, **{k: v for k, v in given.items() if v is not None}}
         with jax.named_scope("local_steps"):
             # The inner step uses the previous anchor: with a delay, the previous step's round runs at the same time.
-            anchor = comm.varying(state.anchor)
+            anchor, sent = comm.varying(state.anchor), []
             if self.delay:
-                state, _, _ = self._synchronize(step, state, params)
+                state, _, sent = self._synchronize(step, state, params)
             steps, inner = self._inner_step(step, updates, state, params, extras | {"anchor": anchor})
+            if self.eager:
+                steps = self._take_share(sent, state, params, steps)
             state = _advance_counts(step, state)
             nested = has_models(inner)
             if self.delay:
@@ -269,6 +291,24 @@ class LocalStepsMethod(NamedTuple):
             inner=_vary_marked(comm, mark_inner(inner, self.axis)),
             sent=add_bytes(state.sent, comms.total_bytes(ledger)),
         )
+
+    def _check_merge(self, params: PyTree, inner: State) -> None:
+        """Checks that lengths of drifts can be taken: of whole arrays, and of workers that count alike."""
+        if self.merge == "mean":
+            return
+        # An island has no axis, and decodes one drift after the other.
+        if self.axis is not None:
+            check_linear(self.merge, self.reducer)
+        if has_shards(params):
+            raise ValueError(
+                'merge="rda" takes lengths of whole drifts, and of Sharded parameters each worker has a shard: use '
+                'merge="mean", or do not shard the parameters (stages 1 and 2)'
+            )
+        if has_models(inner) and find_weigh_drift(inner) is not None:
+            raise ValueError(
+                'merge="rda" averages directions of drifts, and the gossip inside sends parts of models whose sum '
+                'alone has a meaning: use merge="mean", or d_psgd(), whose models count alike'
+            )
 
     def _weight(self, updates: Updates, params: PyTree, examples: Any, active: Any) -> Array | None:
         if self.reducer.law != Law.MEAN:
@@ -350,6 +390,8 @@ class LocalStepsMethod(NamedTuple):
                 has_rate=step.learning_rate is not None,
                 has_examples=step.examples is not None,
                 by_leaf=step.weight is not None and bool(step.weight.ndim),
+                merge=self.merge,
+                eager=self.eager,
                 weigh_drift=weigh_drift,
             )
             for flag, fragment, *part in zip(due, fragments, *trees, strict=True)
@@ -361,10 +403,22 @@ class LocalStepsMethod(NamedTuple):
         """Whether the result of each fragment's round is merged now: `delay` steps of the fragment after its start."""
         return [(state.rounds[i] > 0) & (state.since[i] == self.delay) for i in range(self.fragments.number)]
 
+    def _take_share(self, sent: list[Flag], state: LocalStepsState, params: PyTree, steps: Updates) -> Updates:
+        """Moves the fragments that are sent by the outer step along this worker's own share."""
+        labels, number = labels_of(self.fragments, state.anchor), self.fragments.number
+        parts = zip(
+            sent, *(split(tree, labels, number) for tree in (state.sent_from.value, params, steps)), strict=True
+        )
+        moved = [
+            tree_where(flag, jax.tree.map(lambda e, p, u: (u + (e - p)).astype(u.dtype), eager, params, steps), steps)
+            for flag, eager, params, steps in parts
+        ]
+        return merge(moved, labels)
+
     def _merge_arrived(self, arrived: list[Flag], state: LocalStepsState, params: PyTree, steps: Updates) -> Updates:
         """Merges the anchor of each fragment that has arrived into this worker's parameters."""
         labels = labels_of(self.fragments, state.anchor)
-        trees = [state.anchor, params, steps, *([state.sent_from.value] if self.overlap_correction else [])]
+        trees = [state.anchor, params, steps, *([state.sent_from.value] if self.keeps_sent else [])]
         parts = zip(arrived, *(split(tree, labels, self.fragments.number) for tree in trees), strict=True)
         merged = [
             tree_where(flag, merge_anchor(self.merge_alpha, anchor, params, steps, *sent), steps)

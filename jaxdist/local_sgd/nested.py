@@ -202,7 +202,9 @@ def check_nested(state: State, params: PyTree, axis: AxisNames, **options: Any) 
                 f"each round, so {name}={value} cannot be used with it; leave {name} out"
             )
     if any(jax.tree.leaves(node.sent_from.value) for node in nodes):
-        raise ValueError("local_steps(overlap_correction=True) cannot be inside another local_steps; leave it out")
+        raise ValueError(
+            "local_steps(overlap_correction=True) cannot be inside another local_steps, nor eager=True; leave it out"
+        )
     if any(jax.tree.structure(node.anchor) != jax.tree.structure(params) for node in nodes):
         raise ValueError(
             "the local_steps inside have a part of the parameters, and those around synchronize all of them; give "

@@ -18,6 +18,7 @@ from ..reducers.reducer import Extras, Law, Reducer
 from ..transforms.local_gradients import reduce_weighted
 from ..transforms.weights import keep_unused, zero_unless
 from ..wire.shards import map_groups
+from .merging import Merge, check_linear, from_polar, to_polar
 from .shards import has_shards, reduce_groups
 
 # `weigh_drift(anchor, anchor - params)`: the contribution of a worker to the mean drift.
@@ -54,12 +55,15 @@ def synchronize_fragment(
     has_rate: bool,
     has_examples: bool,
     by_leaf: bool,
+    merge: Merge = "mean",
+    eager: bool = False,
     weigh_drift: WeighDrift | None = None,
 ) -> tuple[Fragment, Updates | None]:
     """If due, takes the outer step `a += outer(reduce(a - p_w))` and restarts the counts.
 
     The model that is sent is `params` after `steps`, or that of its `group`; the updates that merge the new anchor are
     returned in place of `steps`. Without `steps` it is `params`, and the anchor will be merged later.
+    If `eager`, what was `sent_from` becomes the model after the outer step along this worker's share alone.
     `weigh_drift(anchor, drift)` is what this worker contributes, where models do not count alike in their mean.
     """
     # Outer optimizer and reducer see one step a round: its rate is the mean over the inner steps.
@@ -69,9 +73,19 @@ def synchronize_fragment(
     if examples is not None and not by_leaf:
         # Counted together, all leaves have the same number. A fragment may be without any.
         examples = examples[0] if examples.size else comm.varying(jnp.zeros((), jnp.float32))
-    take_step = partial(_outer_step, reducer, outer, extras, examples, weigh_drift)
+    take_step = partial(_outer_step, reducer, outer, extras, examples, weigh_drift, merge)
     before = fragment.anchor, fragment.outer, fragment.reducer
-    if steps is None:
+    sent_from = params
+    if steps is None and eager:
+        peek = partial(_peek, outer, extras)
+
+        def send(comm, before, params):
+            return take_step(comm, before, params), peek(comm, before, params)
+
+        after, sent_from = cond_or_static(
+            due, send, lambda comm, before, params: (before, params), comm, before, params
+        )
+    elif steps is None:
         after = cond_or_static(due, take_step, lambda comm, before, params: before, comm, before, params)
     else:
         after, steps = end_round(comm, due, take_step, before, params, steps, group, merge_alpha=merge_alpha)
@@ -82,7 +96,7 @@ def synchronize_fragment(
         rounds=jnp.where(due, next_count(fragment.rounds), fragment.rounds),
         rates=jnp.where(due, 0, fragment.rates),
         examples=jnp.where(due, 0, fragment.examples),
-        sent_from=tree_where(due, params, fragment.sent_from) if keeps_sent else (),
+        sent_from=tree_where(due, sent_from, fragment.sent_from) if keeps_sent else (),
     )
     return synchronized, steps
 
@@ -124,14 +138,13 @@ def _outer_step(
     extras: dict[str, Array],
     examples: Array | None,
     weigh_drift: WeighDrift | None,
+    merge: Merge,
     comm: Comm,
     before: tuple[Updates, State, State],
     local: PyTree,
 ) -> tuple[Updates, State, State]:
     anchor, outer_state, reducer_state = before
-    # The difference is averaged, in float32: a mean of bfloat16 parameters would lose small drifts.
-    start = jax.tree.map(lambda a, p: comm.varying(round_like(a, p)), anchor, local)
-    drift = jax.tree.map(lambda a, p: a - p.astype(a.dtype), start, local)
+    start, drift = _drift(comm, anchor, local)
     if weigh_drift is not None:
         drift = weigh_drift(start, drift)
 
@@ -144,13 +157,43 @@ def _outer_step(
     # Δ = reduce(Δ_w), weighted by examples. Their number, which all workers with one model share, travels by itself
     # where there are shards.
     plain = reducer.law == Law.MEAN and not has_shards(drift)
-    mean, state, used = reduce_weighted(reduce, drift, reducer_state, comm, examples, plain=plain, reducer=reducer)
+    reduce_all = partial(reduce_weighted, reduce, comm=comm, plain=plain, reducer=reducer)
+    if merge == "mean":
+        mean, state, used = reduce_all(drift, reducer_state, examples=examples)
+    else:
+        check_linear(merge, reducer)
+        # Each leaf is two, a direction and a length, of one weight.
+        weights = examples if examples is None or not examples.ndim else jnp.concatenate([examples, examples])
+        polar, state, used = reduce_all(to_polar(drift), reducer_state, examples=weights)
+        mean = from_polar(polar)
+        used = used if isinstance(used, bool) or not used.ndim else used[: used.size // 2]
     # a += outer(Δ)
     steps, new = outer.update(mean, outer_state, anchor, **extras)
     # In a round without any example, momentum alone must not move the anchor.
     if not isinstance(used, bool):
         steps, new = zero_unless(used, steps), keep_unused(used, new, outer_state, outer.init, anchor)
     return optax.apply_updates(anchor, steps), new, state
+
+
+def _drift(comm: Comm, anchor: Updates, local: PyTree) -> tuple[Updates, Updates]:
+    """The anchor as this worker's parameters can hold it, and what is missing from it to these."""
+    # The difference is averaged, in float32: a mean of bfloat16 parameters would lose small drifts.
+    start = jax.tree.map(lambda a, p: comm.varying(round_like(a, p)), anchor, local)
+    return start, jax.tree.map(lambda a, p: a - p.astype(a.dtype), start, local)
+
+
+def _peek(
+    outer: optax.GradientTransformationExtraArgs,
+    extras: dict[str, Array],
+    comm: Comm,
+    before: tuple[Updates, State, State],
+    local: PyTree,
+) -> PyTree:
+    """The model of a worker after the outer step along its own share `Δ_w / W`, as if the others had not moved."""
+    anchor, outer_state, _ = comm.varying(before)
+    share = jax.tree.map(lambda x: x / comm.size, _drift(comm, anchor, local)[1])
+    steps, _ = outer.update(share, outer_state, anchor, **extras)
+    return comm.varying(jax.tree.map(lambda a, p: a.astype(p.dtype), optax.apply_updates(anchor, steps), local))
 
 
 def merge_anchor(

@@ -27,7 +27,7 @@ class LocalStepsState(NamedTuple):
     `rates` since then; the bytes `sent` by one worker, as (high, low) words; the `anchor` (the global parameters that
     all workers started the round from), in float32 or better.
     Per worker: for each leaf the `examples` since its last round, in an island -1 until a step counts them; with
-    `overlap_correction`, the parameters that were `sent_from`.
+    `overlap_correction`, the parameters that were `sent_from`, with `eager` those after one's own share.
 
     `inner` is one `PerWorker`, or a tree of them if the inner optimizer keeps models. With local steps around, along a
     slower axis, the `count_fields` stay replicated, and a round outside replaces the `model_fields`.

@@ -98,6 +98,8 @@ PAIRS = {
     ),
     "a state that is missing": ({}, {"outer": optax.sgd(0.5)}, r"outer optimizer '.*': .* in the run, None here"),
     "sync_period": ({}, {"sync_period": 5}, "sync_period: 4 in the run, 5 here"),
+    "merging": ({}, {"merge": "rda"}, "merge: mean in the run, rda here"),
+    "merging of a run that has directions": ({"merge": "rda"}, {}, "merge: rda in the run, mean here"),
 }
 
 
@@ -162,6 +164,19 @@ def edit_description(store, change):
     change(described)
     store.delete(name)
     assert store.create(name, json.dumps(described).encode())
+
+
+def test_a_run_that_does_not_say_how_it_merges_takes_means():
+    store = islands.memory()
+    enter(store, tx_of(), "a")
+
+    def drop(description):
+        assert description.pop("merge") == "mean"
+
+    edit_description(store, drop)
+    enter(store, tx_of())
+    with pytest.raises(islands.RunMismatchError, match="merge: mean in the run, rda here"):
+        enter(store, tx_of(merge="rda"))
 
 
 def test_equal_programs_with_other_bits_are_told_by_that():

@@ -57,19 +57,21 @@ def test_islands_agree_in_every_bit_and_take_every_drift(reducer):
         assert_close(global_params(found[name][0]), global_params(found["a"][0]), tolerance=0)
 
 
-def on_a_mesh(tx, steps):
+def on_a_mesh(tx, steps, examples=None):
     """Trains three workers of `local_steps` on one mesh."""
 
-    def step(state, goal):
-        gradient = {"w": state.params["w"] - goal[0], "b": state.params["b"]}
-        updates, opt = tx.update(gradient, state.opt, state.params)
+    def step(state, batch):
+        goal, *given = jax.tree.map(lambda x: x[0], batch)
+        gradient = {"w": state.params["w"] - goal, "b": state.params["b"]}
+        given = {"examples": given[0]} if given else {}
+        updates, opt = tx.update(gradient, state.opt, state.params, **given)
         return State(optax.apply_updates(state.params, updates), opt), {}
 
     params = begin(tx).params
     state = jd.place(State(jd.PerWorker(params), tx.init(params)), 3)
     run_step = jd.simulate(step, workers=3)
     for _ in range(steps):
-        state, _ = run_step(state, GOALS[:3])
+        state, _ = run_step(state, (GOALS[:3], *([] if examples is None else [jnp.asarray(examples)])))
     return global_params(state)
 
 
@@ -93,6 +95,21 @@ def test_one_round_on_given_drifts_is_that_of_local_steps_on_a_mesh(reducer):
     found = train_together(islands.memory(), tx, ["a", "b", "c"], 1, prepare=number_as_on_a_mesh)
     tx = jd.local_steps(inner, outer(), sync_period=1, reducer=REDUCERS[reducer]())
     assert_within_ulps(global_params(found["a"][0]), on_a_mesh(tx, 1), 2)
+
+
+@pytest.mark.parametrize("examples", [None, {"a": 3, "b": 1, "c": 4}], ids=["even", "weighted"])
+def test_directions_and_lengths_are_merged_as_on_a_mesh(examples):
+    """In every bit of each island; up to two units in the last place of the largest entry of a mesh."""
+    inner = optax.sgd(0.1)
+    numbers = None if examples is None else [float(n) for n in examples.values()]
+    tx = method(inner=inner, sync_period=1, merge="rda")
+    found = train_together(islands.memory(), tx, ["a", "b", "c"], 2, examples=examples)
+    assert len({report.digest for _, reports in found.values() for report in reports[1:]}) == 1
+    assert_close(global_params(found["b"][0]), global_params(found["a"][0]), tolerance=0)
+    meshed = on_a_mesh(jd.local_steps(inner, outer(), sync_period=1, merge="rda"), 2, examples=numbers)
+    assert_within_ulps(global_params(found["a"][0]), meshed, 2)
+    plain = on_a_mesh(jd.local_steps(inner, outer(), sync_period=1), 2, examples=numbers)
+    assert not np.allclose(meshed["w"], plain["w"], atol=1e-2)
 
 
 @pytest.mark.slow

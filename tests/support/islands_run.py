@@ -35,10 +35,9 @@ def outer():
     return optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
-def method(reducer="exact", *, inner=None, sync_period=H, outer=outer):
-    return jd.local_steps(
-        inner or optax.adam(0.05), outer(), sync_period=sync_period, reducer=REDUCERS[reducer](), axis=None
-    )
+def method(reducer="exact", *, inner=None, sync_period=H, outer=outer, **options):
+    inner, options = inner or optax.adam(0.05), {"sync_period": sync_period, "axis": None, **options}
+    return jd.local_steps(inner, outer(), reducer=REDUCERS[reducer](), **options)
 
 
 def begin(tx, fill=0.0):
@@ -58,8 +57,13 @@ def step_of(tx):
     return step
 
 
-def train(store, tx, name, rounds, *, goal=0, step=None, state=None, prepare=lambda island: None, **options):
-    """Trains for so many rounds as an island, which `prepare` may change; returns the state and the reports."""
+def train(
+    store, tx, name, rounds, *, goal=0, step=None, state=None, prepare=lambda island: None, examples=None, **options
+):
+    """Trains for so many rounds as an island, which `prepare` may change; returns the state and the reports.
+
+    `examples` has the weight of each island by its name.
+    """
     step, reports = step or step_of(tx), []
     with islands.join(store, tx, name=name, **{"round_timeout": 30, **options}) as island:
         prepare(island)
@@ -67,7 +71,7 @@ def train(store, tx, name, rounds, *, goal=0, step=None, state=None, prepare=lam
         for number in itertools.count():
             state = step(state, GOALS[goal])
             if island.due(number):
-                state, report = island.meet(state)
+                state, report = island.meet(state, examples=examples and examples[name])
                 reports.append(report)
                 island._cleaner.join()
                 if len(reports) == rounds:

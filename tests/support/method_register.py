@@ -105,6 +105,8 @@ LOCAL = {
     "diloco": apart(lambda: jd.local_sgd.diloco(adam(), sync_period=2, warmup_steps=1)),
     "diloco of examples": apart(lambda: jd.local_sgd.diloco(adam(), sync_period=2), examples=3, learning_rate=0.1),
     "diloco with feedback": apart(lambda: jd.local_sgd.diloco(adam(), sync_period=2, reducer=feedback())),
+    "diloco by directions": apart(lambda: jd.local_sgd.diloco(adam(), sync_period=2, merge="rda"), examples=3),
+    "diloco of eager workers": apart(lambda: jd.local_sgd.diloco(adam(), sync_period=3, delay=2, eager=True)),
     "streaming_diloco": apart(lambda: jd.local_sgd.streaming_diloco(adam(), sync_period=2, fragments=2)),
     "muloco": apart(lambda: jd.local_sgd.muloco(0.02, adam_learning_rate=0.01, sync_period=2)),
     "palsgd": apart(lambda: jd.local_sgd.palsgd(adam(), learning_rate=0.1, sync_period=2, warmup_steps=1)),

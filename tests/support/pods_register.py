@@ -90,6 +90,7 @@ BETWEEN = {
     "diloco": Between(local()),
     "streaming": Between(local(sync_period=4, fragments=2, delay=1, merge_alpha=0.5)),
     "progress is kept": Between(local(sync_period=3, delay=1, overlap_correction=True)),
+    "eager": Between(local(sync_period=3, delay=2, eager=True)),
     "averaging buffers": Between(local(buffers="average")),
     # Young moments: where a gradient is near zero, Adam divides its rounding by little more than that.
     "resetting buffers": Between(local(buffers="reset"), apart=1e-3),
