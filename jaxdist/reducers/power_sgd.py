@@ -24,7 +24,6 @@ from ..wire.low_rank import (
     draw_factors,
     group_leaves,
     orthonormal,
-    outer,
     overflow_scale,
     pack_factors,
     stack_factors,
@@ -33,7 +32,7 @@ from ..wire.low_rank import (
     unpack_factors,
     view_of,
     write_factors,
-    write_matrices,
+    write_products,
 )
 from .exact import exact
 from .messages import for_real_numbers, from_generator, run
@@ -170,11 +169,10 @@ class _PowerSGD(NamedTuple):
 
         # mean = P Qᵀ, own = P Q_wᵀ
         left = [p / scale for p, scale in zip(left, scales)]
-        approximations = [outer(p, q) for p, q in zip(left, mean)]
-        local = approximations if self.own == "paper" else [outer(p, q) for p, q in zip(left, local)]
         # An index that depends on a value, though it is constant: always true.
         at = stack_indices(groups, state.count >= 0)
-        reduced = _write(updates, groups, rest, approximations, local, received.mean[len(packed) :], at, comm)
+        own = mean if self.own == "paper" else local
+        reduced = _write(updates, groups, rest, [left, left], [mean, own], received.mean[len(packed) :], at, comm)
         q = write_factors(factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at, scales)
         return reduced, PowerSGDState(next_count(state.count), structure.unflatten(q))
 
@@ -219,10 +217,14 @@ class _PowerSGD(NamedTuple):
 
         # mean = P Qᵀ, with one of the two orthonormal
         bases = [basis / scale for basis, scale in zip(bases, scales)]
-        approximations = _approximate(mean, bases, from_right)
-        local = approximations if self.own == "paper" else _approximate(local, bases, from_right)
+        own = mean if self.own == "paper" else local
+        if from_right:
+            left, right = [mean, own], [bases, bases]
+        else:
+            bases = [jnp.swapaxes(p, 1, 2) for p in bases]
+            left, right = [bases, bases], [mean, own]
         at = stack_indices(groups, always)
-        reduced = _write(updates, groups, rest, approximations, local, received.mean[len(packed) :], at, comm)
+        reduced = _write(updates, groups, rest, left, right, received.mean[len(packed) :], at, comm)
         columns = mean if from_right else [jnp.swapaxes(q, 1, 2) for q in mean]
         return reduced, structure.unflatten(write_factors(factors, groups, columns, at, scales))
 
@@ -231,22 +233,15 @@ def _write(
     updates: Updates,
     groups: Sequence[MatrixGroup],
     rest: Sequence[int],
-    approximations: Sequence[Array],
-    local: Sequence[Array],
+    left: Sequence[Sequence[Array]],
+    right: Sequence[Sequence[Array]],
     means: Sequence[Array],
     at: Sequence[Array],
     comm: Comm,
 ) -> Reduced:
-    """The trees of the approximations of compressed leaves, and of the `means` of the others."""
+    """The trees `mean` and `own` of the products of their factors, `left` and `right`, and of the other `means`."""
     leaves, structure = jax.tree.flatten(updates)
-    mean, own = (write_matrices(leaves, groups, matrices, at) for matrices in (approximations, local))
+    mean, own = (write_products(leaves, groups, p, q, at) for p, q in zip(left, right, strict=True))
     for i, whole in zip(rest, means, strict=True):
         mean[i] = whole.astype(leaves[i].dtype)
     return Reduced(structure.unflatten(mean), comm.varying(structure.unflatten(own)))
-
-
-def _approximate(factors: list[Array], bases: list[Array], from_right: bool) -> list[Array]:
-    """`P Qᵀ` of new factors, `[k, n, r]` or `[k, r, m]`, and the bases `[k, r, *]` of the other side."""
-    if from_right:
-        return [outer(p, q) for p, q in zip(factors, bases)]
-    return [outer(jnp.swapaxes(p, 1, 2), q) for p, q in zip(bases, factors)]

@@ -103,7 +103,16 @@ def _round_matrix(size: int) -> int:
 
 def stack_matrices(leaves: Sequence[Array], group: MatrixGroup) -> Array:
     """Stacks the matrices of a group, `[k, n, m]`."""
-    return _stack([leaves[i].reshape(shape).astype(group.dtype) for i, shape in zip(group.leaves, group.shapes)])
+    matrices = [leaves[i].reshape(shape).astype(group.dtype) for i, shape in zip(group.leaves, group.shapes)]
+    if len(matrices) == 1:
+        return _stack(matrices)
+
+    def stack_apart(*matrices: Array) -> Array:
+        # XLA:TPU copies each to a constant place, by a kernel that is equal to no other: what computes the matrix would
+        # be fused into it, and compiled again in each.
+        return _stack([lax.optimization_barrier(matrix) for matrix in matrices])
+
+    return lax.platform_dependent(*matrices, tpu=stack_apart, default=lambda *matrices: _stack(matrices))
 
 
 def stack_factors(factors: Sequence[Array], group: MatrixGroup) -> Array:
@@ -185,14 +194,35 @@ def stack_indices(groups: Sequence[MatrixGroup], always: Array) -> list[Array]:
     return list(lax.platform_dependent(always, cpu=hidden, default=lambda always: constants()))
 
 
-def write_matrices(
-    leaves: Sequence[Array], groups: Sequence[MatrixGroup], stacks: Sequence[Array], at: Sequence[Array]
+def write_products(
+    leaves: Sequence[Array],
+    groups: Sequence[MatrixGroup],
+    left: Sequence[Array],
+    right: Sequence[Array],
+    at: Sequence[Array],
 ) -> list[Array]:
-    """The leaves, with each matrix of the stacks `[k, n, m]` in place of its leaf, in that leaf's shape and dtype."""
+    """The leaves, with the product of each pair of factors in place of its leaf, in that leaf's shape and dtype.
+
+    The factors are stacked, `[k, n, r]` and `[k, r, m]`. XLA:TPU compiles equal kernels once, but what reads a slice of
+    the stack of products differs from leaf to leaf. There each leaf has a product of its own, which is equal to those
+    of leaves alike and is fused with what reads it.
+    """
     out = list(leaves)
-    for group, matrices in zip(groups, stacks, strict=True):
-        for k, i, (n, _) in zip(at, group.leaves, group.shapes):
-            matrix = lax.dynamic_index_in_dim(matrices, k, keepdims=False)[:n]
+    for group, p, q in zip(groups, left, right, strict=True):
+
+        def multiply_all(p: Array, q: Array, group: MatrixGroup = group) -> tuple[Array, ...]:
+            products = outer(p, q)
+            return tuple(
+                lax.dynamic_index_in_dim(products, k, keepdims=False)[:n] for k, (n, _) in zip(at, group.shapes)
+            )
+
+        def multiply_each(p: Array, q: Array, group: MatrixGroup = group) -> tuple[Array, ...]:
+            # Without the barrier the slices would be fused with the products, which would differ again.
+            pairs = lax.optimization_barrier([(p[k, :n], q[k]) for k, (n, _) in enumerate(group.shapes)])
+            return tuple(p @ q for p, q in pairs)
+
+        matrices = lax.platform_dependent(p, q, tpu=multiply_each, default=multiply_all)
+        for i, matrix in zip(group.leaves, matrices, strict=True):
             out[i] = matrix.reshape(out[i].shape).astype(out[i].dtype)
     return out
 

@@ -30,8 +30,11 @@ def test_follows_the_paper(float64, own):
     np.testing.assert_allclose(states.residual.value, residuals, atol=1e-11)
 
 
-def test_stacks_of_unequal_heights_keep_their_matrices_apart(float64):
+@pytest.mark.parametrize("platform", ["tpu", "default"])
+def test_stacks_of_unequal_heights_keep_their_matrices_apart(float64, monkeypatch, platform):
     """Sixteen leaves with rows of zeros below the smaller ones, each as the paper has it alone."""
+    choose = lambda *operands, **forms: forms.get(platform, forms["default"])(*operands)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
     rows = {f"{i:02}": gradients(2, 2, n=11 + i % 2, seed=i) for i in range(16)}
     feedback = jd.error_feedback(reducer(2))
     start = feedback.init(jax.tree.map(lambda x: jnp.zeros(x.shape[2:]), rows))
