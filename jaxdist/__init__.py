@@ -17,6 +17,7 @@ from . import online as online
 from . import optimizers as optimizers
 from . import overlap as overlap
 from . import processes as processes
+from . import publish as publish
 from . import recipes as recipes
 from . import reducers as reducers
 from . import runtime as runtime
