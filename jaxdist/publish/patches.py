@@ -45,7 +45,7 @@ def encode_patch(old: Sequence[np.ndarray], new: Sequence[np.ndarray], leaves: S
       >>> body = encode_patch([old], [new], [leaf])
       >>> apply_patch(body, [old], [leaf])
       >>> len(body), bool((old == new).all())
-      (22, True)
+      (21, True)
     """
     bodies = [MAGIC]
     for members in _groups(leaves):
