@@ -28,7 +28,9 @@ from jaxdist._cli.models import gpt, text
 
 
 def join_bits(params):
-    return np.concatenate([np.asarray(x.astype(jnp.bfloat16)).reshape(-1).view(np.uint16) for x in jax.tree.leaves(params)])
+    return np.concatenate(
+        [np.asarray(x.astype(jnp.bfloat16)).reshape(-1).view(np.uint16) for x in jax.tree.leaves(params)]
+    )
 
 
 def make_step(config, tx):
@@ -70,7 +72,11 @@ def measure_rate(given, config, work, params, opt_state, rate):
                         "put_seconds": put,
                         "sent_seconds": sent,
                         "read_seconds": read,
-                        "zstd": {f"{name} {level}": len(one.compress(body)) for name, body in tried.items() for level, one in codecs.items()},
+                        "zstd": {
+                            f"{name} {level}": len(one.compress(body))
+                            for name, body in tried.items()
+                            for level, one in codecs.items()
+                        },
                     }
                 )
             old = new
@@ -97,7 +103,9 @@ def summarize(rate, rows, whole):
         "zstd": zstd,
         "best_zstd": best,
         "of_best_zstd": patch / zstd[best],
-    } | {f"{name}_seconds": statistics.median(row[f"{name}_seconds"] for row in rows) for name in ("put", "sent", "read")}
+    } | {
+        f"{name}_seconds": statistics.median(row[f"{name}_seconds"] for row in rows) for name in ("put", "sent", "read")
+    }
 
 
 def make_table(found):

@@ -22,6 +22,8 @@ PART = 2**24
 CLASSES = 24
 # Numbers below this have a symbol each, larger ones a symbol for each quarter of a power of two.
 DIRECT = 8
+# Instead of an alphabet: numbers of one width as they are, where symbols would save less than three percent.
+RAW, PLENTY = 255, 1.03
 UNCHANGED, PLAIN, CODED, CLASSED = range(4)
 BY_LEAF, FLAT = range(2)
 
@@ -239,7 +241,11 @@ def encode_numbers(values: np.ndarray) -> bytes:
       >>> decode_numbers(Reader(body), 4).tolist()
       [0, 7, 8, 1000]
     """
-    symbols, lengths, rest = _split(values)
+    numbers = values.astype(np.uint64)
+    width = int(np.max(numbers, initial=0)).bit_length()
+    if len(values) * width / 8 <= PLENTY * _estimate_symbols(numbers):
+        return bytes([RAW, width]) + (_pack(numbers, width) if width else b"")
+    symbols, lengths, rest = _split(numbers)
     alphabet = int(np.max(symbols, initial=0)) + 1
     parts = [bytes([alphabet - 1]), encode_symbols(symbols, alphabet)]
     parts += [_pack(rest[lengths == bits], bits) for bits in _lengths_in(lengths)]
@@ -252,7 +258,11 @@ def decode_numbers(reader: Reader, count: int) -> np.ndarray:
     Raises:
       DamagedCodeError: the bytes are no such code.
     """
-    symbols = decode_symbols(reader, count, reader.take(1)[0] + 1).astype(np.int64)
+    kind = reader.take(1)[0]
+    if kind == RAW:
+        width = reader.take(1)[0]
+        return _unpack(reader.take(-(-count * width // 8)), width, count) if width else np.zeros(count, np.uint64)
+    symbols = decode_symbols(reader, count, kind + 1).astype(np.int64)
     large = symbols >= DIRECT
     lengths = np.where(large, (symbols - DIRECT) // 4 + 1, 0)
     values = np.where(large, 4 + (symbols - DIRECT) % 4, symbols).astype(np.uint64) << lengths.astype(np.uint64)
@@ -294,8 +304,15 @@ def _unpack(body: bytes, bits: int, count: int) -> np.ndarray:
 
 def _estimate(values: np.ndarray) -> float:
     """About how many bytes `encode_numbers` needs."""
+    numbers = values.astype(np.uint64)
+    raw = len(values) * int(np.max(numbers, initial=0)).bit_length() / 8
+    coded = _estimate_symbols(numbers)
+    return 2 + raw if raw <= PLENTY * coded else coded
+
+
+def _estimate_symbols(values: np.ndarray) -> float:
     symbols, lengths, _ = _split(values)
     counts = np.bincount(symbols)
-    bits = float(np.sum(counts * (np.log2(len(symbols)) - np.log2(np.maximum(counts, 1)))))
+    bits = float(np.sum(counts * (np.log2(max(len(symbols), 1)) - np.log2(np.maximum(counts, 1)))))
     lanes = max(1, bits // LANE_BITS, len(symbols) // LANE_SYMBOLS)
     return 9 + 2 * len(counts) + 3 * lanes + (bits + float(np.sum(lengths))) / 8

@@ -12,7 +12,18 @@ from jaxdist.publish import patches
 from jaxdist.publish.patches import Reader, apply_patch, decode_numbers, encode_numbers, encode_patch
 from jaxdist.publish.words import PublishedLeaf
 
-DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "int32", "bool", "float8_e4m3fn", "float8_e5m2", "complex64")
+DTYPES = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+    "int8",
+    "int32",
+    "bool",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "complex64",
+)
 
 
 @st.composite

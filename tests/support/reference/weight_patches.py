@@ -22,15 +22,23 @@ class Patch:
         return int.from_bytes(self.take(size), "little")
 
     def numbers(self, count):
-        symbols = self.symbols(count, self.number(1) + 1)
+        kind = self.number(1)
+        if kind == 255:
+            length = self.number(1)
+            return self.bits(count, length)
+        symbols = self.symbols(count, kind + 1)
         lengths = [0 if s < 8 else (s - 8) // 4 + 1 for s in symbols]
         values = [s if s < 8 else (4 + (s - 8) % 4) << length for s, length in zip(symbols, lengths)]
         for length in sorted(set(lengths) - {0}):
             where = [n for n, other in enumerate(lengths) if other == length]
-            bits = "".join(f"{byte:08b}" for byte in self.take(-(-len(where) * length // 8)))
-            for place, n in enumerate(where):
-                values[n] += int(bits[place * length : (place + 1) * length][::-1], 2)
+            for n, rest in zip(where, self.bits(len(where), length)):
+                values[n] += rest
         return values
+
+    def bits(self, count, length):
+        """Numbers of so many bits, the lowest first."""
+        bits = "".join(f"{byte:08b}" for byte in self.take(-(-count * length // 8)))
+        return [int(bits[n * length : (n + 1) * length][::-1] or "0", 2) for n in range(count)]
 
     def symbols(self, count, alphabet):
         if count == 0:
@@ -69,7 +77,8 @@ def apply(body, old, leaves):
                 continue
             info = jnp.finfo(dtype)
             exponents = [new[n][i] >> info.nmant & (2**info.nexp - 1) for n, i in part]
-            classes = [min(max(exponents) - e, 23) for e in exponents]
+            largest = max(exponents)
+            classes = [min(largest - e, 23) for e in exponents]
             for kind in range(24):
                 apply_form(patch, patch.number(1), new, [p for p, c in zip(part, classes) if c == kind], bits)
     assert not patch.rest
