@@ -53,32 +53,35 @@ def measure_rate(given, config, work, params, opt_state, rate):
     with jd.publish.open(store, dtype=jnp.bfloat16, anchor_every=10**6) as out:
         old = None
         for number in range(given.steps + 1):
-            start = time.perf_counter()
+            jax.block_until_ready(params)
+            start, used = time.perf_counter(), time.process_time()
             out.put(params, step=number)
             put = time.perf_counter() - start
             out.flush()
-            sent = time.perf_counter() - start
+            sent, used_to_send = time.perf_counter() - start, time.process_time() - used
             found, found_step = next(following)
-            read = time.perf_counter() - start - sent
+            read, used_to_read = time.perf_counter() - start - sent, time.process_time() - used - used_to_send
             new = join_bits(params)
             assert found_step == number
             assert (join_bits(found) == new).all()
             if old is not None:
                 tried = {"xor": (new ^ old).tobytes(), "difference": (new - old).tobytes()}
-                rows.append(
-                    {
-                        "changed": float(np.mean(old != new)),
-                        "patch": out.newest.patch_bytes or out.newest.anchor_bytes,
-                        "put_seconds": put,
-                        "sent_seconds": sent,
-                        "read_seconds": read,
-                        "zstd": {
-                            f"{name} {level}": len(one.compress(body))
-                            for name, body in tried.items()
-                            for level, one in codecs.items()
-                        },
-                    }
-                )
+                sizes = {
+                    f"{name} {level}": len(codec.compress(body))
+                    for name, body in tried.items()
+                    for level, codec in codecs.items()
+                }
+                row = {
+                    "changed": float(np.mean(old != new)),
+                    "patch": out.newest.patch_bytes or out.newest.anchor_bytes,
+                    "zstd": sizes,
+                    "put_seconds": put,
+                    "sent_seconds": sent,
+                    "sent_processor_seconds": used_to_send,
+                    "read_seconds": read,
+                    "read_processor_seconds": used_to_read,
+                }
+                rows.append(row)
             old = new
             params, opt_state, loss = step(params, opt_state, work.batch(1, number, given.batch))
     assert np.isfinite(float(loss))
@@ -86,14 +89,13 @@ def measure_rate(given, config, work, params, opt_state, rate):
 
 
 def summarize(rate, rows, whole):
-    mean = lambda values: sum(values) / len(rows)
-    zstd = {name: mean([row["zstd"][name] for row in rows]) for name in rows[0]["zstd"]}
+    zstd = {name: statistics.mean(row["zstd"][name] for row in rows) for name in rows[0]["zstd"]}
     best = min(zstd, key=zstd.get)
-    patch = mean([row["patch"] for row in rows])
-    return {
+    patch = statistics.mean(row["patch"] for row in rows)
+    found = {
         "rate": rate,
         "steps": len(rows),
-        "changed": mean([row["changed"] for row in rows]),
+        "changed": statistics.mean(row["changed"] for row in rows),
         "whole": whole,
         "patch": patch,
         "share": patch / whole,
@@ -103,22 +105,37 @@ def summarize(rate, rows, whole):
         "zstd": zstd,
         "best_zstd": best,
         "of_best_zstd": patch / zstd[best],
-    } | {
-        f"{name}_seconds": statistics.median(row[f"{name}_seconds"] for row in rows) for name in ("put", "sent", "read")
     }
+    return found | {name: statistics.median(row[name] for row in rows) for name in rows[0] if "seconds" in name}
 
 
 def make_table(found):
-    lines = [
-        "| rate | words that change | patch / whole copy | first and last step | smallest zstd / whole copy | patch / smallest zstd | encode and send, s |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    titles = (
+        "rate",
+        "words that change",
+        "patch / whole copy",
+        "first step",
+        "last step",
+        "smallest zstd / whole copy",
+        "patch / smallest zstd",
+        "encode and send, processor s",
+        "read and check, processor s",
+    )
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for row in found:
         best = row["zstd"][row["best_zstd"]] / row["whole"]
-        lines.append(
-            f"| {row['rate']:g} | {row['changed']:.2%} | {row['share']:.2%} | {row['first_share']:.2%}, "
-            f"{row['last_share']:.2%} | {best:.2%} ({row['best_zstd']}) | {row['of_best_zstd']:.2f} | {row['sent_seconds']:.2f} |"
+        cells = (
+            f"{row['rate']:g}",
+            f"{row['changed']:.2%}",
+            f"{row['share']:.2%}",
+            f"{row['first_share']:.2%}",
+            f"{row['last_share']:.2%}",
+            f"{best:.2%} ({row['best_zstd']})",
+            f"{row['of_best_zstd']:.2f}",
+            f"{row['sent_processor_seconds']:.2f}",
+            f"{row['read_processor_seconds']:.2f}",
         )
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -143,13 +160,13 @@ def main():
     whole = 2 * sum(x.size for x in jax.tree.leaves(params))
     print(f"{given.size}: {whole // 2:,} parameters, loss {loss:.3f} after {given.before} steps", flush=True)
     kept = opt_state if given.moments == "kept" else None
+    about = {key: value for key, value in vars(given).items() if key != "out"}
     found = []
     for rate in given.rates:
         found.append(summarize(rate, measure_rate(given, config, work, params, kept, rate), whole))
         print(make_table(found[-1:]).splitlines()[-1], flush=True)
-    print(make_table(found))
-    about = {key: value for key, value in vars(given).items() if key != "out"}
-    write_record(given.out, f"publish-{given.moments}", {"given": about, "rows": found}, make_table(found))
+        record = {"given": about, "loss": float(loss), "rows": found}
+        write_record(given.out, f"publish-{given.moments}", record, make_table(found))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ class NothingPublishedError(PublishError, ValueError):
     """Nothing was ever published in this place."""
 
 
-class PublishOfflineError(PublishError, ConnectionError):
+class PublishOfflineError(PublishError):
     """The store refused a request, or was out of reach for `patience` seconds; it says why."""
 
 

@@ -55,18 +55,24 @@ def bits_of(params):
     return [(np.asarray(x).tobytes(), str(x.dtype), x.shape) for x in jax.tree.leaves(params)]
 
 
-def publish_all(store, states, **options):
+def publish_all(store, states, sent=None, **options):
     with publish.open(store, **options) as out:
         for step, params in states:
             out.put(params, step=step)
             out.flush()
+            if sent is not None:
+                sent.append(step)
     return out
 
 
+def read_into(found, store, like, start="oldest", **options):
+    for params, step in publish.follow(store, like=like, start=start, **(FAST | options)):
+        found.append((step, bits_of(params)))
+    return found
+
+
 def read_all(store, like, start="oldest", **options):
-    return [
-        (step, bits_of(params)) for params, step in publish.follow(store, like=like, start=start, **(FAST | options))
-    ]
+    return read_into([], store, like, start, **options)
 
 
 def chain_of_states(count, seed=0):
@@ -135,11 +141,7 @@ def test_requests_that_fail_are_tried_again(states, wanted, after):
 def test_a_publisher_killed_at_any_request_goes_on_with_the_chain(states, wanted, moment):
     store, sent = written_once(), []
     with pytest.raises(KilledError):
-        with publish.open(killing(store, moment), anchor_every=3) as out:
-            for step, params in states:
-                out.put(params, step=step)
-                out.flush()
-                sent.append(step)
+        publish_all(killing(store, moment), states, sent, anchor_every=3)
     found = read_all(store, states[0][1])
     assert [step for step, _ in found[: len(sent)]] == sent
     assert found == wanted[: len(found)]
@@ -157,8 +159,7 @@ def test_a_follower_killed_at_any_request_starts_again(states, wanted, moment):
     publish_all(store, states[:4])
     found = []
     with pytest.raises(KilledError):
-        for params, step in publish.follow(killing(store, moment), like=states[0][1], start="oldest", poll=0.001):
-            found.append((step, bits_of(params)))
+        read_into(found, killing(store, moment), states[0][1], timeout=None)
     assert found == wanted[: len(found)]
     assert read_all(store, states[0][1], "newest") == wanted[3:4]
 
@@ -177,8 +178,8 @@ def test_of_two_publishers_the_older_one_is_refused(states, wanted):
     first.put(states[0][1], step=0)
     first.flush()
     publish_all(store, states[1:2])
+    first.put(states[2][1], step=2)
     with pytest.raises(publish.SecondPublisherError, match="number 1"):
-        first.put(states[2][1], step=2)
         first.close()
     with pytest.raises(publish.SecondPublisherError):
         first.put(states[2][1], step=2)
@@ -217,7 +218,6 @@ def test_what_is_damaged_is_skipped_to_the_next_anchor(states, wanted, caplog, k
     if harm != "missing":
         store.put(name, body[:-1] if harm == "cut" else body[:20] + b"9" + body[21:])
     with caplog.at_level(logging.WARNING, "jaxdist.publish"):
-        assert read_all(store, states[0][1]) == wanted[:2] + wanted[8:9] or kind == "patches"
         found = read_all(store, states[0][1])
     assert "00000003" in caplog.text
     assert found == wanted[:2] + wanted[8:9]
@@ -229,8 +229,7 @@ def test_damage_without_an_anchor_is_an_error(states, wanted):
     (name,) = store.list("patches/00000003")
     store.put(name, b"other bytes")
     with pytest.raises(publish.PublishDamagedError, match=name):
-        for params, step in publish.follow(store, like=states[0][1], start="oldest", poll=0.001, patience=0.01):
-            found.append((step, bits_of(params)))
+        read_into(found, store, states[0][1], timeout=None, patience=0.01)
     assert found == wanted[:2]
     # The next anchor mends it, also where the publisher itself cannot read the state any more.
     publish_all(store, states[4:5])
@@ -439,10 +438,9 @@ def test_a_store_that_is_out_of_reach_is_an_error(states):
 
 
 def test_a_trainer_that_fails_says_why(states):
-    with pytest.raises(ZeroDivisionError):
-        with publish.open(islands.memory()) as out:
-            out.put(states[0][1], step=0)
-            1 / 0
+    out = publish.open(islands.memory())
+    with pytest.raises(ZeroDivisionError), out:
+        raise ZeroDivisionError
     with pytest.raises(publish.PublishError, match="is closed"):
         out.put(states[0][1], step=0)
 
