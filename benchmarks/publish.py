@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import zstandard
-from common import write_record
+from common import append_rows
 
 import jaxdist as jd
 from jaxdist._cli.models import gpt, text
@@ -160,13 +160,12 @@ def main():
     whole = 2 * sum(x.size for x in jax.tree.leaves(params))
     print(f"{given.size}: {whole // 2:,} parameters, loss {loss:.3f} after {given.before} steps", flush=True)
     kept = opt_state if given.moments == "kept" else None
-    about = {key: value for key, value in vars(given).items() if key != "out"}
+    about = {key: value for key, value in vars(given).items() if key not in ("out", "rates")}
     found = []
     for rate in given.rates:
         found.append(summarize(rate, measure_rate(given, config, work, params, kept, rate), whole))
         print(make_table(found[-1:]).splitlines()[-1], flush=True)
-        record = {"given": about, "loss": float(loss), "rows": found}
-        write_record(given.out, f"publish-{given.moments}", record, make_table(found))
+        append_rows(given.out, "rates", [about | {"loss": float(loss)} | found[-1]])
 
 
 if __name__ == "__main__":
