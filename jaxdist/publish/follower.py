@@ -16,6 +16,9 @@ from .chain import Chain
 from .requests import Requests
 from .words import check_like, place
 
+# So many states in a row are read and not shown: a trainer may publish faster than this process reads.
+MOST_OVERTAKEN = 100
+
 
 def follow(
     url: "str | os.PathLike[str] | SharedStore",
@@ -110,7 +113,7 @@ def _advance(chain: Chain, each: bool) -> bool:
     """Moves on by one state, or to the newest one; returns whether there is a new state that is whole."""
     if each:
         return chain.advance(from_oldest=chain.number == 0)
-    moved = False
-    while chain.advance():
-        moved = True
-    return moved and chain.words is not None
+    moved = 0
+    while moved < MOST_OVERTAKEN and chain.advance():
+        moved += 1
+    return moved > 0 and chain.words is not None

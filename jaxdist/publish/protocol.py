@@ -7,7 +7,7 @@ patches/00000042-HASH        what turns the 41st state into the 42nd, under its 
 anchors/00000042-HASH        all bits of the 42nd state
 
 A state is there once its record is. A record has the hash of the record before it and the hash of all bits of its
-state. It names a patch, an anchor or both: each `anchor_every`-th has both, so that a follower that has the state before
+state. It names a patch, an anchor or both: each `anchor_every`-th has both, so that a follower of the chain
 never reads an anchor, and one that comes later begins with it.
 """
 

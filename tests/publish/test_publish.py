@@ -2,8 +2,9 @@
 
 import json
 import logging
+import sys
 import threading
-from itertools import islice
+from itertools import count, islice
 
 import jax
 import jax.numpy as jnp
@@ -301,6 +302,21 @@ def test_the_newest_state_is_shown_where_the_caller_is_slow(states, wanted):
                 out.flush()
             params, step = next(following)
             assert (step, bits_of(params)) == wanted[last - 1]
+
+
+def test_a_follower_that_reads_slower_than_a_trainer_publishes_is_shown_states(monkeypatch):
+    monkeypatch.setattr(sys.modules["jaxdist.publish.follower"], "MOST_OVERTAKEN", 3)
+    store, steps = islands.memory(), count()
+    with publish.open(store) as out:
+
+        def around(number, name, function, arguments):
+            out.put(jnp.zeros(100), step=next(steps))
+            out.flush()
+            return function(*arguments)
+
+        following = publish.follow(wrap(store, around), like=jnp.zeros(100), poll=0.001)
+        shown = [step for _, step in islice(following, 3)]
+    assert shown == sorted(shown)
 
 
 def test_old_states_are_deleted_and_slow_followers_go_on(states, wanted, caplog):
