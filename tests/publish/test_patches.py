@@ -52,7 +52,7 @@ def assert_equal(found, wanted):
 
 
 @given(states())
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_every_bit_comes_back_and_the_reference_reads_the_same(case):
     leaves, old, new = case
     body = encode_patch(old, new, leaves)
@@ -76,7 +76,7 @@ def test_parts_that_cut_leaves(part, monkeypatch):
 
 
 @given(st.lists(st.one_of(st.integers(0, 20), st.integers(0, 2**64 - 1)), max_size=200))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_numbers_of_any_size(values):
     body = encode_numbers(np.array(values, np.uint64))
     reader = Reader(body)
