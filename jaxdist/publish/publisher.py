@@ -72,7 +72,8 @@ def open(
       (10, [0.0, 1.0, 2.0], 'bfloat16')
 
     References:
-      "PULSE", arXiv:2602.03839, 2026: patches of values in bfloat16. The code of the patches here is another.
+      E. Miahi, E. Belilovsky, "Understanding and Exploiting Weight Update Sparsity for Communication-Efficient
+      Distributed RL", arXiv:2602.03839, 2026 (PULSESync). The code of the patches and the protocol are others here.
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype must be a floating-point type, or None to keep each leaf's, got {dtype}")
