@@ -475,3 +475,12 @@ def test_a_place_that_was_replaced_is_told(states):
 
 def test_the_module_is_in_the_package():
     assert jd.publish is publish
+
+
+def test_other_processes_of_a_job_publish_nothing(states, monkeypatch):
+    store = islands.memory()
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with publish.open(store) as out:
+        out.put(states[0][1], step=0)
+    assert store.list("") == []
+    assert out.newest is None
