@@ -305,7 +305,7 @@ def _unpack(body: bytes, bits: int, count: int) -> np.ndarray:
 def _estimate(values: np.ndarray) -> float:
     """About how many bytes `encode_numbers` needs."""
     numbers = values.astype(np.uint64)
-    raw = len(values) * int(np.max(numbers, initial=0)).bit_length() / 8
+    raw = -(-len(values) * int(np.max(numbers, initial=0)).bit_length() // 8)
     coded = _estimate_symbols(numbers)
     return 2 + raw if raw <= PLENTY * coded else coded
 
