@@ -1,6 +1,6 @@
 """Bytes of patches beside a whole bfloat16 copy and beside zstd, on a byte-level GPT that goes on training.
 
-    python benchmarks/publish.py --out benchmarks/reports/NAME        # needs zstandard: pip install zstandard
+    python benchmarks/codecs weights --out benchmarks/reports/NAME        # needs zstandard: pip install zstandard
 
 A GPT of the demo is trained by AdamW at 2e-3; from there AdamW on float32 parameters goes on at each of the `--rates`,
 with fresh moments or (`--moments kept`) with those it has, and publishes in bfloat16 after every step, through a store
@@ -139,8 +139,7 @@ def make_table(found):
     return "\n".join(lines)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default="demo", choices=gpt.SIZES)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--steps", type=int, default=100, help="of each rate")
@@ -149,7 +148,9 @@ def main():
     parser.add_argument("--moments", choices=("fresh", "kept"), default="fresh")
     parser.add_argument("--levels", type=int, nargs="+", default=[3, 19], help="of zstd")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     config = gpt.SIZES[given.size]
     work = text.text_workload(config)
     params = gpt.init(config, jax.random.key(0))
@@ -160,13 +161,9 @@ def main():
     whole = 2 * sum(x.size for x in jax.tree.leaves(params))
     print(f"{given.size}: {whole // 2:,} parameters, loss {loss:.3f} after {given.before} steps", flush=True)
     kept = opt_state if given.moments == "kept" else None
-    about = {key: value for key, value in vars(given).items() if key not in ("out", "rates")}
+    about = {key: value for key, value in vars(given).items() if key not in ("out", "rates", "subcommand")}
     found = []
     for rate in given.rates:
         found.append(summarize(rate, measure_rate(given, config, work, params, kept, rate), whole))
         print(make_table(found[-1:]).splitlines()[-1], flush=True)
         append_rows(given.out, "rates", [about | {"loss": float(loss)} | found[-1]])
-
-
-if __name__ == "__main__":
-    main()
