@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from . import online as online
     from . import optimizers as optimizers
     from . import overlap as overlap
+    from . import publish as publish
     from . import recipes as recipes
     from . import testing as testing
     from . import zero as zero
@@ -75,6 +76,7 @@ else:
         "online",
         "optimizers",
         "overlap",
+        "publish",
         "recipes",
         "testing",
         "zero",

@@ -14,6 +14,7 @@ SUBCOMMANDS = {
     "selection": "top_k beside lax.top_k, lax.approx_max_k and torch.topk",
     "transports": "processor time of each code in each transport beside that of its parts, held to a bound",
     "coding": "what each code adds to a step of the classifier, without a link",
+    "weights": "bytes of patches of published weights beside a whole copy and beside zstd; needs zstandard",
     "break_even": "the bandwidth below which each code beats a plain all-reduce",
 }
 

@@ -24,11 +24,13 @@ from ..checkpoint.errors import CheckpointPeerError
 from ..islands.base import IslandError
 from ..offload.nvme.files import StoreError
 from ..processes.launch import __main__ as launcher
+from ..publish.base import PublishError
 from .commands.advise import AdviseOptions, run_advise
 from .commands.compare import CompareOptions, run_compare
 from .commands.doctor import DoctorOptions, run_doctor
 from .commands.goodput import GoodputOptions, run_goodput
 from .commands.plan import PlanOptions, run_plan
+from .commands.publish import PublishOptions, run_publish
 from .commands.replay import ReplayOptions, run_replay
 from .commands.show import IslandsOptions, ReducersOptions, run_islands, run_reducers
 from .commands.topology import TopologyOptions, run_topology
@@ -58,6 +60,7 @@ COMMANDS = {
     "doctor": (DoctorOptions, run_doctor),
     "topology": (TopologyOptions, run_topology),
     "islands": (IslandsOptions, run_islands),
+    "publish": (PublishOptions, run_publish),
 }
 EXPECTED = (
     ValueError,
@@ -68,6 +71,7 @@ EXPECTED = (
     DeadlockError,
     IslandError,
     NonFiniteGradientError,
+    PublishError,
     StalledError,
     StoreError,
     TooManyEventsError,

@@ -10,7 +10,7 @@ import pkgutil
 import pytest
 
 import jaxdist
-from jaxdist import compressors, islands, transforms
+from jaxdist import compressors, islands, publish, transforms
 from jaxdist._core.checks import Portable
 from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.checkpoint import errors as checkpoint_errors
@@ -30,6 +30,12 @@ RAISED = [
     islands.RunMissingError("none"),
     islands.StoreUnusableError("no"),
     islands.TooFewIslandsError("one"),
+    publish.NothingPublishedError("none"),
+    publish.PublishDamagedError("cut"),
+    publish.PublishError("no"),
+    publish.PublishMismatchError("other"),
+    publish.PublishOfflineError("away"),
+    publish.SecondPublisherError("newer"),
     CollectiveError("data", ("sum", "max")),
     NodeLostError(1),
     ProcessFailedError(1, -9, FILE, ["the last line"]),

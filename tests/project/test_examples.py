@@ -35,6 +35,7 @@ PROMISES = {
     "any_batch_regret.py": "times less regret than with fixed batches",
     "chain_with_optax.py": "test accuracy 0.9",
     "does_not_fit.py": "of Adam's moments are in",
+    "follow_weights.py": "of the bytes of a whole copy",
     "flax_models.py": "4 workers, steps 40 to 80",
     "fsdp_between_slices.py": "times fewer bytes between slices than exact",
     "grain_data.py": "the same 40 batches, and the same bits",

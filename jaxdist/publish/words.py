@@ -1,0 +1,129 @@
+"""The bits of a tree of parameters: flat vectors of unsigned words in host memory, and back."""
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from .._core.trees import is_key, leaf_name
+from .._core.types import PyTree
+from .base import PublishMismatchError
+
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
+
+
+class PublishedLeaf(NamedTuple):
+    """What a published leaf is: its path in the tree, its shape, and the name of its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bits(self) -> np.dtype:
+        """The dtype of its words."""
+        return np.dtype(WORDS[jnp.dtype(self.dtype).itemsize])
+
+    @property
+    def size(self) -> int:
+        """The number of its words."""
+        count = int(np.prod(self.shape, dtype=np.int64))
+        return count * (jnp.dtype(self.dtype).itemsize // self.bits.itemsize)
+
+
+def describe(tree: PyTree, dtype: DTypeLike | None) -> list[PublishedLeaf]:
+    """The leaves of a tree as they are published: floating-point ones that are wider than `dtype` in that.
+
+    Raises:
+      ValueError: a leaf is a key, or is split over several processes.
+    """
+    return [_describe_leaf(leaf_name(path, "params"), x, dtype) for path, x in _leaves(tree)]
+
+
+def copy_to_host(tree: PyTree, leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:
+    """Copies the bits of a tree to host memory; later changes of its buffers do not reach the copy."""
+    arrays = [x for _, x in _leaves(tree)]
+    wide = [
+        n for n, (x, leaf) in enumerate(zip(arrays, leaves)) if isinstance(x, jax.Array) and str(x.dtype) != leaf.dtype
+    ]
+    cast = _cast([arrays[n] for n in wide], tuple(leaves[n].dtype for n in wide)) if wide else []
+    for x in cast:
+        x.copy_to_host_async()
+    fresh = dict(zip(wide, cast))
+    return [_words_of(fresh.get(n, x), leaf, n in fresh) for n, (x, leaf) in enumerate(zip(arrays, leaves))]
+
+
+def place(words: Sequence[np.ndarray], leaves: Sequence[PublishedLeaf], like: PyTree) -> PyTree:
+    """A tree of these bits, sharded as `like`; it shares no memory with the words."""
+    structure = jax.tree.structure(like)
+    wanted = [x for _, x in _leaves(like)]
+    return structure.unflatten([_place_leaf(*found) for found in zip(words, leaves, wanted)])
+
+
+def check_like(leaves: Sequence[PublishedLeaf], like: PyTree, place: str) -> None:
+    """Raises `PublishMismatchError` unless a tree has the names and shapes of what is published; dtypes may differ."""
+    found = {leaf.name: leaf.shape for leaf in leaves}
+    wanted = {leaf_name(path, "params"): tuple(np.shape(x)) for path, x in _leaves(like)}
+    check_equal(found, wanted, place)
+
+
+def check_equal(found: dict[str, Any], own: dict[str, Any], place: str) -> None:
+    """Raises `PublishMismatchError` that names the first leaf in which two descriptions differ."""
+    if found != own:
+        name = next(name for name in (*found, *own) if found.get(name) != own.get(name))
+        raise PublishMismatchError(
+            f"{place} holds other parameters: {name!r} is {found.get(name, 'absent')} there and "
+            f"{own.get(name, 'absent')} here; follow with the same model, or publish to an empty place"
+        )
+    if [*found] != [*own]:
+        raise PublishMismatchError(f"{place} holds the leaves in the order {[*found]}, not {[*own]}; use the same tree")
+
+
+def digest_of(words: Sequence[np.ndarray]) -> str:
+    """A hash of all bits, 32 hexadecimal digits."""
+    total = hashlib.blake2b(digest_size=16)
+    for x in words:
+        total.update(x.data)
+    return total.hexdigest()
+
+
+@partial(jax.jit, static_argnums=1)
+def _cast(arrays: list[Any], dtypes: tuple[str, ...]) -> list[Any]:
+    return [x.astype(jnp.dtype(dtype)) for x, dtype in zip(arrays, dtypes)]
+
+
+def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _describe_leaf(name: str, x: Any, dtype: DTypeLike | None) -> PublishedLeaf:
+    if isinstance(x, jax.Array) and is_key(x):
+        raise ValueError(f"`{name}` is a key of random numbers; publish jax.random.key_data of it, or leave it out")
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        raise ValueError(
+            f"`{name}` is split over several processes, sharded as {x.sharding}; replicate it first, with "
+            "jax.jit(lambda x: x, out_shardings=...)"
+        )
+    own = jnp.dtype(getattr(x, "dtype", np.asarray(x).dtype))
+    narrow = dtype is not None and jnp.issubdtype(own, jnp.floating) and jnp.dtype(dtype).itemsize < own.itemsize
+    return PublishedLeaf(name, tuple(np.shape(x)), str(jnp.dtype(dtype) if narrow else own))
+
+
+def _words_of(x: Any, leaf: PublishedLeaf, is_fresh: bool) -> np.ndarray:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = x.addressable_data(0)
+    # On CPU the host array is the device's buffer itself, which the caller may donate to the next step.
+    host = np.asarray(x) if is_fresh else np.array(x)
+    return np.ascontiguousarray(host.astype(jnp.dtype(leaf.dtype), copy=False)).reshape(-1).view(leaf.bits)
+
+
+def _place_leaf(words: np.ndarray, leaf: PublishedLeaf, like: Any) -> Any:
+    # A copy, since on CPU the array would be this memory, which the next patch changes.
+    host = words.copy().view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
+    sharding = getattr(like, "sharding", None)
+    return jnp.asarray(host) if sharding is None else jax.device_put(host, sharding)

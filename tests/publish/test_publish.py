@@ -1,0 +1,486 @@
+"""Weights that follow a trainer: every state whole and bit for bit, whatever is killed, lost, damaged or too slow."""
+
+import json
+import logging
+import sys
+import threading
+from itertools import count, islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from buckets import forget_credentials, s3_bucket, s3_server
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from island_stores import KilledError, failing, killing, wrap, written_once
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxdist as jd
+from jaxdist import islands, publish
+from jaxdist.publish.protocol import hash_of
+
+FAST = {"poll": 0.005, "timeout": 0.0}
+
+
+def make_state(seed, size=300):
+    """A tree of several dtypes, of which every seed is another state."""
+    rng = np.random.default_rng(seed)
+    bits = jnp.asarray(rng.integers(0, 256, size, dtype=np.uint8))
+    return {
+        "matrix": jnp.asarray(rng.normal(size=(4, size // 4)), jnp.bfloat16),
+        "half": jnp.asarray(rng.normal(size=7), jnp.float16),
+        "fp8": jnp.asarray(rng.normal(size=(2, 3)), jnp.float8_e4m3fn),
+        "scalar": jnp.float32(seed),
+        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "flags": bits > 127,
+        "codes": jax.lax.bitcast_convert_type(bits, jnp.int8),
+    }
+
+
+def step_from(params, seed, share=0.02):
+    """Moves a share of the bits of a state: NaN and infinities come about, too."""
+    rng = np.random.default_rng(seed)
+
+    def move(x):
+        if x.dtype == bool:
+            return jnp.asarray(np.asarray(x) ^ (rng.random(x.shape) < share))
+        words = np.asarray(x).copy().reshape(-1).view(f"u{x.dtype.itemsize}")
+        words[rng.random(words.shape) < share] ^= 1 << int(rng.integers(0, 8 * x.dtype.itemsize))
+        return jnp.asarray(words.view(x.dtype).reshape(x.shape))
+
+    return jax.tree.map(move, params)
+
+
+def bits_of(params):
+    return [(np.asarray(x).tobytes(), str(x.dtype), x.shape) for x in jax.tree.leaves(params)]
+
+
+def publish_all(store, states, sent=None, **options):
+    with publish.open(store, **options) as out:
+        for step, params in states:
+            out.put(params, step=step)
+            out.flush()
+            if sent is not None:
+                sent.append(step)
+    return out
+
+
+def read_into(found, store, like, start="oldest", **options):
+    for params, step in publish.follow(store, like=like, start=start, **(FAST | options)):
+        found.append((step, bits_of(params)))
+    return found
+
+
+def read_all(store, like, start="oldest", **options):
+    return read_into([], store, like, start, **options)
+
+
+def chain_of_states(count, seed=0):
+    states = [(0, make_state(seed))]
+    for number in range(1, count):
+        states.append((number, step_from(states[-1][1], seed + number)))
+    return states
+
+
+@pytest.fixture(scope="module")
+def states():
+    return chain_of_states(12)
+
+
+@pytest.fixture(scope="module")
+def wanted(states):
+    return [(step, bits_of(params)) for step, params in states]
+
+
+def test_every_state_comes_back_bit_for_bit(states, wanted):
+    store = written_once()
+    publish_all(store, states, anchor_every=5)
+    like = states[0][1]
+    assert read_all(store, like) == wanted
+    # One that comes later reads one anchor, of each fifth state, and the patches since.
+    asked = []
+
+    def around(number, name, function, arguments):
+        asked.append((name, arguments[0]))
+        return function(*arguments)
+
+    assert read_all(wrap(store, around), like, "newest") == wanted[-1:]
+    bodies = [name.partition("-")[0] for kind, name in asked if kind == "get" and "-" in name]
+    assert bodies == ["anchors/00000011", "patches/00000012"]
+
+
+@settings(deadline=None, max_examples=5)
+@given(st.integers(0, 2**31), st.sampled_from([0.0, 0.01, 0.3, 1.0]), st.sampled_from([1, 3, 50]))
+def test_random_changes_come_back(seed, share, anchor_every):
+    store, params = islands.memory(), make_state(seed)
+    states = [(0, params)]
+    for number in range(1, 8):
+        params = step_from(params, seed + number, share)
+        states.append((number, params))
+    publish_all(store, states, anchor_every=anchor_every)
+    assert read_all(store, params) == [(step, bits_of(params)) for step, params in states]
+
+
+@pytest.mark.slow
+def test_a_thousand_patches():
+    states = chain_of_states(1000)
+    store = islands.memory()
+    publish_all(store, states, anchor_every=50, keep=1000)
+    assert read_all(store, states[0][1]) == [(step, bits_of(params)) for step, params in states]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_requests_that_fail_are_tried_again(states, wanted, after):
+    store = islands.memory()
+    flaky = failing(store, range(0, 1000, 3), after=after)
+    publish_all(flaky, states[:4])
+    assert read_all(failing(store, range(0, 1000, 3)), states[0][1]) == wanted[:4]
+
+
+@pytest.mark.parametrize("moment", [*range(0, 12), 20, 36])
+def test_a_publisher_killed_at_any_request_goes_on_with_the_chain(states, wanted, moment):
+    store, sent = written_once(), []
+    with pytest.raises(KilledError):
+        publish_all(killing(store, moment), states, sent, anchor_every=3)
+    found = read_all(store, states[0][1])
+    assert [step for step, _ in found[: len(sent)]] == sent
+    assert found == wanted[: len(found)]
+    publish_all(store, states[len(found) :], anchor_every=3)
+    assert read_all(store, states[0][1]) == wanted
+    records = [json.loads(store.get(name)) for name in store.list("commits/")]
+    assert [one["previous"] for one in records[1:]] == [hash_of(store.get(name)) for name in store.list("commits/")][
+        :-1
+    ]
+
+
+@pytest.mark.parametrize("moment", range(0, 16, 3))
+def test_a_follower_killed_at_any_request_starts_again(states, wanted, moment):
+    store = islands.memory()
+    publish_all(store, states[:4])
+    found = []
+    with pytest.raises(KilledError):
+        read_into(found, killing(store, moment), states[0][1], timeout=None)
+    assert found == wanted[: len(found)]
+    assert read_all(store, states[0][1], "newest") == wanted[3:4]
+
+
+def test_a_restarted_publisher_sends_a_patch(states):
+    store = islands.memory()
+    publish_all(store, states[:3])
+    out = publish_all(store, states[3:4])
+    assert (out.newest.number, out.newest.session, out.newest.anchor) == (4, 2, "")
+    assert out.newest.patch_bytes > 0
+
+
+def test_of_two_publishers_the_older_one_is_refused(states, wanted):
+    store = islands.memory()
+    first = publish.open(store)
+    first.put(states[0][1], step=0)
+    first.flush()
+    publish_all(store, states[1:2])
+    first.put(states[2][1], step=2)
+    with pytest.raises(publish.SecondPublisherError, match="number 1"):
+        first.close()
+    with pytest.raises(publish.SecondPublisherError):
+        first.put(states[2][1], step=2)
+    assert read_all(store, states[0][1]) == wanted[:2]
+
+
+def test_a_last_record_of_the_older_publisher_is_gone_on_from(states, wanted):
+    store, second = islands.memory(), None
+
+    def around(number, name, function, arguments):
+        # The older one creates its record when the newer one has found the end of the chain.
+        nonlocal second
+        if name == "create" and arguments[0] == "commits/00000002" and second is None:
+            second = publish.open(store)
+            second._check_leaves(publish.words.describe(states[0][1], None))
+            second._resume()
+        return function(*arguments)
+
+    first = publish.open(wrap(store, around))
+    for step, params in states[:2]:
+        first.put(params, step=step)
+        first.flush()
+    second._publish(publish.words.copy_to_host(states[2][1], second._leaves), 2)
+    assert (second.newest.number, second.newest.patch, bool(second.newest.anchor)) == (3, "", True)
+    assert read_all(store, states[0][1]) == wanted[:3]
+
+
+@pytest.mark.parametrize("harm", ["cut", "altered", "missing"])
+@pytest.mark.parametrize("kind", ["patches", "commits"])
+def test_what_is_damaged_is_skipped_to_the_next_anchor(states, wanted, caplog, kind, harm):
+    store = islands.memory()
+    publish_all(store, states[:9], anchor_every=4)
+    (name,) = store.list(f"{kind}/00000003")
+    body = store.get(name)
+    store.delete(name)
+    if harm != "missing":
+        store.put(name, body[:-1] if harm == "cut" else body[:20] + b"9" + body[21:])
+    with caplog.at_level(logging.WARNING, "jaxdist.publish"):
+        found = read_all(store, states[0][1])
+    assert "00000003" in caplog.text
+    assert found == wanted[:2] + wanted[8:9]
+
+
+def test_damage_without_an_anchor_is_an_error(states, wanted):
+    store, found = islands.memory(), []
+    publish_all(store, states[:4])
+    (name,) = store.list("patches/00000003")
+    store.put(name, b"other bytes")
+    with pytest.raises(publish.PublishDamagedError, match=name):
+        read_into(found, store, states[0][1], timeout=None, patience=0.01)
+    assert found == wanted[:2]
+    # The next anchor mends it, also where the publisher itself cannot read the state any more.
+    publish_all(store, states[4:5])
+    assert read_all(store, states[0][1]) == wanted[:2] + wanted[4:5]
+
+
+def test_a_damaged_anchor_is_passed_by_patches(states, wanted, caplog):
+    store = islands.memory()
+    publish_all(store, states[:7], anchor_every=5)
+    (name,) = store.list("anchors/00000006")
+    store.put(name, store.get(name)[:-1] + b"?")
+    assert read_all(store, states[0][1], "newest") == wanted[6:7]
+    assert name in caplog.text
+
+
+def test_a_state_of_other_bits_than_its_record_says_is_never_shown(states, wanted):
+    store = islands.memory()
+    publish_all(store, states[:3])
+    record = json.loads(store.get("commits/00000002"))
+    store.put("commits/00000002", json.dumps(record | {"digest": "0" * 32}, sort_keys=True).encode())
+    assert read_all(store, states[0][1]) == wanted[:1]
+
+
+def test_what_was_yielded_stays_as_it_is(states):
+    store = islands.memory()
+    publish_all(store, states)
+    following = publish.follow(store, like=states[0][1], start="oldest", **FAST)
+    found = [params for params, _ in following]
+    assert [bits_of(params) for params in found] == [bits_of(params) for _, params in states]
+
+
+def test_what_was_put_may_be_donated():
+    double = jax.jit(lambda x: 2 * x, donate_argnums=0)
+    store, x, wanted = islands.memory(), jnp.ones(1000), []
+    with publish.open(store) as out:
+        for step in range(5):
+            out.put(x, step=step)
+            wanted.append((step, bits_of(x)))
+            x = double(x)
+            out.flush()
+    assert read_all(store, x) == wanted
+
+
+def test_newer_states_take_the_place_of_those_that_wait(states, wanted):
+    store, gate = islands.memory(), threading.Event()
+
+    def around(number, name, function, arguments):
+        if name == "put":
+            assert gate.wait(60)
+        return function(*arguments)
+
+    with publish.open(wrap(store, around)) as out:
+        for step, params in states:
+            out.put(params, step=step)
+        gate.set()
+    found = read_all(store, states[0][1])
+    assert out.skipped == 12 - len(found) >= 10
+    assert found[-1] == wanted[-1]
+    assert all(one in wanted for one in found)
+
+
+def test_the_newest_state_is_shown_where_the_caller_is_slow(states, wanted):
+    store = islands.memory()
+    following = publish.follow(store, like=states[0][1], poll=0.001)
+    with publish.open(store) as out:
+        for last in (2, 5, 11):
+            for step, params in states[:last]:
+                out.put(params, step=step)
+                out.flush()
+            params, step = next(following)
+            assert (step, bits_of(params)) == wanted[last - 1]
+
+
+def test_a_follower_that_reads_slower_than_a_trainer_publishes_is_shown_states(monkeypatch):
+    monkeypatch.setattr(sys.modules["jaxdist.publish.follower"], "MOST_OVERTAKEN", 3)
+    store, steps = islands.memory(), count()
+    with publish.open(store) as out:
+
+        def around(number, name, function, arguments):
+            out.put(jnp.zeros(100), step=next(steps))
+            out.flush()
+            return function(*arguments)
+
+        following = publish.follow(wrap(store, around), like=jnp.zeros(100), poll=0.001)
+        shown = [step for _, step in islice(following, 3)]
+    assert shown == sorted(shown)
+
+
+def test_old_states_are_deleted_and_slow_followers_go_on(states, wanted, caplog):
+    store = islands.memory()
+    following = publish.follow(store, like=states[0][1], start="oldest", **FAST)
+    publish_all(store, states[:2], anchor_every=3, keep=2)
+    assert next(following)[1] == 0
+    publish_all(store, states[2:], anchor_every=3, keep=2)
+    assert store.list("commits/")[0] == "commits/00000007"
+    assert [name[:16] for name in store.list("anchors/")] == ["anchors/00000007", "anchors/00000010"]
+    assert [(step, bits_of(params)) for params, step in following] == wanted[9:]
+    assert "cleaned up" in caplog.text
+    assert read_all(store, states[0][1]) == wanted[6:]
+
+
+def test_clean_up_by_number_and_age(states, wanted):
+    store = islands.memory()
+    publish_all(store, states, anchor_every=3)
+    assert publish.clean_up(store, keep=2, older=3600) == 0
+    assert publish.clean_up(store, keep=5) == 6 + 6 + 1  # records, patches and anchors of the first six
+    assert read_all(store, states[0][1]) == wanted[6:]
+
+
+def test_leaves_are_put_to_the_shardings_of_the_follower(mesh):
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    params = {"w": jax.device_put(jnp.arange(64.0).reshape(16, 4), split), "b": jnp.ones(3)}
+    store = islands.memory()
+    with publish.open(store, dtype=jnp.bfloat16) as out:
+        out.put(params, step=1)
+    other = NamedSharding(mesh, PartitionSpec(None, None))
+    for sharding in (split, other):
+        like = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=sharding), "b": np.zeros(3)}
+        found, _ = next(publish.follow(store, like=like, **FAST))
+        assert found["w"].sharding == sharding
+        assert found["w"].dtype == found["b"].dtype == jnp.bfloat16
+        assert (found["w"] == params["w"]).all()
+
+
+def test_twenty_followers_of_a_folder(tmp_path, states, wanted):
+    found, problems = [[] for _ in range(20)], []
+
+    def follow(number):
+        try:
+            for params, step in publish.follow(tmp_path, like=states[0][1], poll=0.02, timeout=60):
+                found[number].append((step, bits_of(params)))
+                if step == states[-1][0]:
+                    return
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=follow, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    publish_all(tmp_path, states, anchor_every=4)
+    for thread in threads:
+        thread.join()
+    assert not problems
+    for states_seen in found:
+        assert states_seen[-1] == wanted[-1]
+        assert all(one in wanted for one in states_seen)
+        assert [step for step, _ in states_seen] == sorted(step for step, _ in states_seen)
+
+
+def test_a_bucket(states, wanted, tmp_path, monkeypatch):
+    pytest.importorskip("obstore")
+    forget_credentials(monkeypatch, tmp_path)
+    with s3_server() as url:
+        store = s3_bucket(url, "s3://islands/policy")
+        publish_all(store, states[:4], anchor_every=2, keep=2)
+        assert read_all(store, states[0][1], "newest") == wanted[3:4]
+        publish_all(store, states[4:5])
+        assert read_all(store, states[0][1])[-1] == wanted[4]
+
+
+def test_status_names_what_is_wrong(states):
+    store = islands.memory()
+    with pytest.raises(publish.NothingPublishedError):
+        publish.status(store)
+    publish_all(store, states[:5], anchor_every=2)
+    found = publish.status(store, last=3)
+    assert ([one.step for one in found.publications], found.states, found.publishers) == ([2, 3, 4], 5, 1)
+    assert found.leaves["matrix"] == "bfloat16[4, 75]"
+    assert found.whole_bytes == sum(x.nbytes for x in jax.tree.leaves(states[0][1]))
+    assert found.problems == ()
+    (gone,) = store.list("patches/00000005")
+    store.delete(gone)
+    store.put("notes.txt", b"hello")
+    store.put("commits/00000004", b"{}")
+    problems = publish.status(store).problems
+    assert problems[0] == "notes.txt is foreign"
+    assert problems[1].startswith("commits/00000004 is no record")
+    assert problems[2] == f"{gone} is missing"
+
+
+def test_what_is_refused(states, tmp_path):
+    store = islands.memory()
+    publish_all(store, states[:1])
+    params = states[0][1]
+    with pytest.raises(publish.PublishMismatchError, match="'half' is float16"):
+        publish.open(store).put(params | {"half": jnp.zeros(8)}, step=1)
+    with pytest.raises(publish.PublishMismatchError, match="'more' is absent there"):
+        next(publish.follow(store, like=params | {"more": jnp.zeros(8)}))
+    with pytest.raises(ValueError, match="key of random numbers"):
+        publish.open(islands.memory()).put({"key": jax.random.key(0)}, step=0)
+    with pytest.raises(ValueError, match="floating-point"):
+        publish.open(store, dtype=jnp.int8)
+    with pytest.raises(ValueError, match="anchor_every"):
+        publish.open(store, anchor_every=0)
+    with pytest.raises(ValueError, match="step must be at least 0"):
+        publish.open(store).put(params, step=-1)
+    careless = store._replace(create=lambda name, body: store.put(name, body) or True)
+    with pytest.raises(publish.PublishError, match="create if absent"):
+        publish.open(careless)
+    store.put("publish.json", b"[]")
+    with pytest.raises(publish.PublishDamagedError, match="restore it"):
+        publish.open(store)
+
+
+def test_a_store_that_is_out_of_reach_is_an_error(states):
+    away = failing(islands.memory(), range(100))
+    with pytest.raises(publish.PublishOfflineError, match="503 SlowDown"):
+        publish.open(away, patience=0)
+    with pytest.raises(publish.PublishOfflineError):
+        next(publish.follow(away, like=states[0][1], patience=0))
+
+    def around(number, name, function, arguments):
+        if name == "put":
+            raise PermissionError("403")
+        return function(*arguments)
+
+    out = publish.open(wrap(islands.memory(), around))
+    out.put(states[0][1], step=0)
+    with pytest.raises(publish.PublishOfflineError, match="refuses a request: PermissionError: 403"):
+        out.close()
+
+
+def test_a_trainer_that_fails_says_why(states):
+    out = publish.open(islands.memory())
+    with pytest.raises(ZeroDivisionError), out:
+        raise ZeroDivisionError
+    with pytest.raises(publish.PublishError, match="is closed"):
+        out.put(states[0][1], step=0)
+
+
+def test_a_place_that_was_replaced_is_told(states):
+    store = islands.memory()
+    publish_all(store, states[:3])
+    following = publish.follow(store, like=states[0][1], poll=0.001)
+    next(following)
+    for name in store.list(""):
+        store.delete(name)
+    publish_all(store, states[:1])
+    with pytest.raises(publish.PublishMismatchError, match="was replaced"):
+        list(islice(following, 1))
+
+
+def test_the_module_is_in_the_package():
+    assert jd.publish is publish
+
+
+def test_other_processes_of_a_job_publish_nothing(states, monkeypatch):
+    store = islands.memory()
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with publish.open(store) as out:
+        out.put(states[0][1], step=0)
+    assert store.list("") == []
+    assert out.newest is None
