@@ -74,7 +74,7 @@ def test_refusals(mesh):
         pods.gpu("h100:32")
     for make, topology, module, extra in ((pods.tpu, "v5e:2x4", "libtpu", "tpu"), (pods.gpu, "h100:1x8", CUDA, "gpu")):
         if not installed(module):
-            with pytest.raises(ValueError, match=rf"pip install 'jaxdist\[{extra}-plan\]'"):
+            with pytest.raises(ValueError, match=rf"pip install '\.\[{extra}-plan\]' in a clone"):
                 make(topology)
 
 
