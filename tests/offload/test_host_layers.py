@@ -342,6 +342,12 @@ def test_refuses_by_name():
         for call in (run.loss, run.step):
             with pytest.raises(ValueError, match=match):
                 call(state, make_batch(0))
+    run = build()
+    state = start(run, params)
+    run.step(state, make_batch(0))
+    for call in (run.loss, run.step):
+        with pytest.raises(ValueError, match="continue with the state that it returned"):
+            call(state, make_batch(0))
     with pytest.raises(ValueError, match="parameters of float64 need"):
         start(build(), make_params(2, np.float64))
     run = build(stack=STACK._replace(embed=lambda p, batch: jnp.ones((8, WIDTH), jnp.int32)))
