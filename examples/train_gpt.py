@@ -396,6 +396,8 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     if args.method == "islands" and not (args.store and args.name):
         parser.error("--method islands needs --store and --name")
+    if args.method == "diloco" and args.pods < 2:
+        parser.error("--method diloco needs --pods 2 or more: a single pod averages gradients in every step")
     mesh = jd.make_mesh(dict(zip(AXES, (args.pods, jax.device_count() // args.pods), strict=True)))
     with tempfile.TemporaryDirectory() as temporary:
         train(args, SIZES[args.size], mesh, args.folder or Path(temporary))

@@ -16,7 +16,9 @@ def run() -> int:
         # Inside the function, so that a missing package gives a message instead of a traceback.
         from .main import main
     except ModuleNotFoundError as missing:
-        raise SystemExit(f"jaxdist: error: {missing.name} is missing: pip install 'jaxdist[cli,train]'") from missing
+        raise SystemExit(
+            f"jaxdist: error: {missing.name} is missing: pip install '.[cli,train]' in a clone of jaxdist"
+        ) from missing
     raise_interrupts()
     return main()
 

@@ -154,14 +154,14 @@ def prepare_runs(
 
 def _compile(name: str, workload: Workload, *, mesh: jax.sharding.Mesh, **settings: Any) -> train.Run:
     """Prepares a run, and shows for how long it has compiled."""
-    with show_compiling(new_console(), name, mesh.size):
+    with show_compiling(new_console(), f"{name} for {mesh.size} workers"):
         return train.prepare(workload, mesh=mesh, **settings)
 
 
 @contextlib.contextmanager
-def show_compiling(console: Console, name: str, workers: int) -> Iterator[None]:
+def show_compiling(console: Console, what: str) -> Iterator[None]:
     """Shows what is compiled with a clock; without a terminal a single line."""
-    line = f"compiling {name} for {workers} workers ..."
+    line = f"compiling {what} ..."
     if not console.is_terminal:
         console.print(line, highlight=False)
         yield

@@ -90,7 +90,9 @@ def import_obstore(place: Any) -> Any:
         import obstore
         import obstore.store
     except ImportError as error:
-        raise ImportError(f"{place} is a bucket, which needs obstore: pip install 'jaxdist[islands]'") from error
+        raise ImportError(
+            f"{place} is a bucket, which needs obstore: pip install '.[islands]' in a clone of jaxdist"
+        ) from error
     return obstore
 
 

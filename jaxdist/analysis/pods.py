@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int = 1) -> Mesh:
     """Makes a mesh of TPU devices that are not attached: steps can be compiled for it, but not run.
 
-    It needs `libtpu` (`pip install 'jaxdist[tpu-plan]'`), which works on machines without a TPU.
+    It needs `libtpu` (`pip install '.[tpu-plan]'` in a clone), which works on machines without a TPU.
 
     Args:
       topology: generation and shape in chips, such as `"v5e:4x4"` (16 chips of 16 GiB), `"v5p:2x2x4"`, `"v6e:16x16"` or
@@ -81,7 +81,7 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int
 def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
     """Makes a mesh of NVIDIA GPUs that are not attached: steps can be compiled for it, but not run.
 
-    It needs JAX's CUDA plugin (`pip install 'jaxdist[gpu-plan]'`), and no GPU and no driver. Devices of a node are
+    It needs JAX's CUDA plugin (`pip install '.[gpu-plan]'` in a clone), and no GPU and no driver. Devices of a node are
     neighbors in the mesh.
 
     Args:
@@ -116,7 +116,8 @@ def _check_installed(modules: Sequence[str], extra: str, topology: str) -> None:
         with contextlib.suppress(ModuleNotFoundError):  # the package around the plugin is missing
             if find_spec(module) is not None:
                 return
-    raise ValueError(f"compiling for {topology} needs {modules[0].split('.')[-1]}: pip install 'jaxdist[{extra}]'")
+    plugin = modules[0].split(".")[-1]
+    raise ValueError(f"compiling for {topology} needs {plugin}: pip install '.[{extra}]' in a clone of jaxdist")
 
 
 def _describe(kind: str, spelled: str, **arguments: Any) -> Sequence[Any]:

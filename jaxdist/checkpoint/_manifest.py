@@ -41,7 +41,7 @@ def orbax() -> Any:
     try:
         import orbax.checkpoint
     except ImportError as error:
-        raise ImportError("checkpoints need orbax: pip install 'jaxdist[train]'") from error
+        raise ImportError("checkpoints need orbax: pip install '.[train]' in a clone of jaxdist") from error
     return orbax.checkpoint
 
 

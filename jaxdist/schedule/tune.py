@@ -83,7 +83,7 @@ def tune(
     try:
         import optuna
     except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError("tuning needs optuna: pip install 'jaxdist[tune]'") from missing
+        raise ModuleNotFoundError("tuning needs optuna: pip install '.[tune]' in a clone of jaxdist") from missing
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(1, evaluations // 3), multivariate=True)

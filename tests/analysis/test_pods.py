@@ -74,12 +74,12 @@ def test_refusals(mesh):
         pods.gpu("h100:32")
     for make, topology, module, extra in ((pods.tpu, "v5e:2x4", "libtpu", "tpu"), (pods.gpu, "h100:1x8", CUDA, "gpu")):
         if not installed(module):
-            with pytest.raises(ValueError, match=rf"pip install 'jaxdist\[{extra}-plan\]'"):
+            with pytest.raises(ValueError, match=rf"pip install '\.\[{extra}-plan\]' in a clone"):
                 make(topology)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
+@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install '.[tpu-plan]'")
 def test_tpu():
     mesh = pods.tpu("v5e:2x4")
     plan = pods.plan(jd.distribute(step, mesh), make_state, jax.ShapeDtypeStruct((16, 4), jnp.float32), mesh)
@@ -90,7 +90,7 @@ def test_tpu():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
+@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install '.[tpu-plan]'")
 @pytest.mark.parametrize("slices", [1, 2])
 def test_two_devices_of_a_chip(slices):
     """They are neighbors in the mesh, with a link of their own."""
@@ -104,7 +104,7 @@ def test_two_devices_of_a_chip(slices):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
+@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install '.[tpu-plan]'")
 def test_a_device_has_half_of_the_memory_of_a_chip():
     mesh = pods.tpu("tpu7x:2x2x1")
     plan = pods.plan(jd.distribute(step, mesh), make_state, jax.ShapeDtypeStruct((16, 4), jnp.float32), mesh)
@@ -116,7 +116,7 @@ def test_a_device_has_half_of_the_memory_of_a_chip():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
+@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install '.[tpu-plan]'")
 def test_several_slices_lie_along_the_first_axes():
     mesh = pods.tpu("v5e:2x2", {"pod": 2, "data": 4}, num_slices=2)
     places = cost.of_mesh("v5e", mesh)
@@ -128,7 +128,7 @@ def test_several_slices_lie_along_the_first_axes():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed(CUDA), reason="needs the CUDA plugin: pip install 'jaxdist[gpu-plan]'")
+@pytest.mark.skipif(not installed(CUDA), reason="needs the CUDA plugin: pip install '.[gpu-plan]'")
 def test_gpu():
     mesh = pods.gpu("h100:2x4", {"node": 2, "data": 4})
     places = cost.of_mesh("h100", mesh)
@@ -147,7 +147,7 @@ def test_gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
+@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install '.[tpu-plan]'")
 def test_tpu_collectives_keep_their_bytes():
     """Neither a gather nor a reduce-scatter becomes an all-reduce, also where the pieces do not fill tiles."""
     mesh, entries, dtype = pods.tpu("v5e:2x4"), 100_008, jnp.bfloat16

@@ -382,7 +382,7 @@ def test_what_does_not_fit_is_named(tmp_path):
 def test_without_orbax_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     monkeypatch.setitem(sys.modules, "orbax", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxdist\[train\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[train\]' in a clone"):
         checkpoint.save(tmp_path, {"w": jnp.ones(1)}, 0)
 
 

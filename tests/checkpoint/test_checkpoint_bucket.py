@@ -437,7 +437,7 @@ def test_a_url_takes_its_options_from_the_environment(s3_server, monkeypatch):  
 
 def test_without_obstore_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxdist\[islands\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[islands\]' in a clone"):
         checkpoint.latest("s3://bucket/run")
 
 

@@ -97,11 +97,11 @@ def test_an_interrupt_with_nothing_to_save_is_one_line(monkeypatch, capsys):
 
 
 def test_compiling_shows_a_clock_on_a_terminal_and_a_line_elsewhere(capsys):
-    with running.show_compiling(running.new_console(), "f16", 4):
+    with running.show_compiling(running.new_console(), "f16 for 4 workers"):
         pass
     assert capsys.readouterr().out == "compiling f16 for 4 workers ...\n"
     terminal = Console(force_terminal=True, width=100)
-    with running.show_compiling(terminal, "f16", 4):
+    with running.show_compiling(terminal, "f16 for 4 workers"):
         pass
     assert "compiling f16 for 4 workers ... 0:00:00" in "".join(Text.from_ansi(capsys.readouterr().out).plain)
 

@@ -275,6 +275,7 @@ def test_the_command_prints_and_draws(four, workload, monkeypatch, capsys, tmp_p
     arguments = ["plan", "--target", "h100:1x8", "--model", MODEL, "--out", str(tmp_path)]
     assert main(arguments) == 0
     said = capsys.readouterr().out
+    assert said.startswith("compiling for h100:1x8 ...\n")
     for part in ("optimizer state", "all-reduce", "over network", "as measured on an H100", "rows/s", "fits: "):
         assert part in said
     assert (tmp_path / "plan.png").stat().st_size > 10_000
@@ -283,6 +284,11 @@ def test_the_command_prints_and_draws(four, workload, monkeypatch, capsys, tmp_p
     said = capsys.readouterr().out
     assert "does not fit" in said
     assert "--zero 1 shards" in said
+
+
+def test_a_short_step_has_a_time_that_is_not_zero():
+    durations = [plans._duration(seconds) for seconds in (0.0, 4e-6, 7.9e-4, 0.0351, 3.5)]
+    assert durations == ["0.0 ms", "4.0 µs", "0.8 ms", "35.1 ms", "3,500 ms"]
 
 
 def test_a_folder_that_cannot_be_made_is_found_before_the_compilation(monkeypatch, capsys, workload):

@@ -105,7 +105,7 @@ def test_a_label_may_have_formulas_in_latex(tmp_path):
 
 def test_brackets_in_a_name_are_text(capsys):
     console, name = running.new_console(), "my_reducers:f:[/x]"
-    with running.show_compiling(console, name, 4):
+    with running.show_compiling(console, f"{name} for 4 workers"):
         console.print(f"digits, {name}", style="dim", highlight=False)
     table = figures.new_table("reducer", ())
     table.add_row(name)

@@ -68,7 +68,7 @@ def test_under_vmap():
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("name", CODES)
 def test_kernels_compile_for_gpus(monkeypatch, name):
-    """Under `shard_map`; `analysis.pods` needs the CUDA plugin, `pip install 'jaxdist[gpu-plan]'`."""
+    """Under `shard_map`; `analysis.pods` needs the CUDA plugin, `pip install '.[gpu-plan]'`."""
     pytest.importorskip("jax_plugins.xla_cuda13")
     mesh, code = pods.gpu("h100:1x1"), CODES[name][0]
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)

@@ -265,7 +265,7 @@ def test_urls(tmp_path):
 
 def test_a_bucket_without_obstore_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxdist\[islands\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[islands\]' in a clone"):
         open_store("s3://bucket/run")
 
 

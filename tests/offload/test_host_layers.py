@@ -332,6 +332,22 @@ def test_refuses_by_name():
     run = build(stack=STACK._replace(layer=lambda p, x: x[:, :2]))
     with pytest.raises(ValueError, match="must return what it takes"):
         run.step(start(run, params), make_batch(0))
+    for head, match in (
+        (lambda p, x, batch: x, r"head must return one floating number.* got \(\(8, 12\), 'float32'\)"),
+        (lambda p, x, batch: (x.mean(), 1), r"head must return one floating number.* got \(\(\(\), 'float32'\)"),
+        (lambda p, x, batch: jnp.int32(1), r"head must return one floating number.* got \(\(\), 'int32'\)"),
+    ):
+        run = build(stack=STACK._replace(head=head))
+        state = start(run, params)
+        for call in (run.loss, run.step):
+            with pytest.raises(ValueError, match=match):
+                call(state, make_batch(0))
+    run = build()
+    state = start(run, params)
+    run.step(state, make_batch(0))
+    for call in (run.loss, run.step):
+        with pytest.raises(ValueError, match="continue with the state that it returned"):
+            call(state, make_batch(0))
     with pytest.raises(ValueError, match="parameters of float64 need"):
         start(build(), make_params(2, np.float64))
     run = build(stack=STACK._replace(embed=lambda p, batch: jnp.ones((8, WIDTH), jnp.int32)))

@@ -113,6 +113,13 @@ def documents(tmp_path):
     return ["--dataset", str(tmp_path / "documents")]
 
 
+def test_gpt_refuses_diloco_on_one_pod(capsys):
+    """It would average gradients in every step, and be called DiLoCo."""
+    with pytest.raises(SystemExit):
+        runpy.run_path(EXAMPLES / "train_gpt.py")["main"](["--method", "diloco"])
+    assert "--method diloco needs --pods 2 or more" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "power_sgd", "zero", "diloco", "streamed"])
 def test_gpt_resumes_with_the_same_bits(method, tmp_path, monkeypatch, request):

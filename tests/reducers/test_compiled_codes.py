@@ -99,7 +99,7 @@ def test_every_code_of_the_register_is_here():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install '.[tpu-plan]'")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", reducers())
 def test_for_tpu_v5e(name, shape):
@@ -107,7 +107,7 @@ def test_for_tpu_v5e(name, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install '.[tpu-plan]'")
 @pytest.mark.parametrize("target", LATER_TPUS)
 @pytest.mark.parametrize("name", FEW)
 def test_for_later_tpus(name, target):
@@ -122,7 +122,7 @@ def has_cuda():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_cuda(), reason="needs the CUDA plugin: pip install 'jaxdist[gpu-plan]'")
+@pytest.mark.skipif(not has_cuda(), reason="needs the CUDA plugin: pip install '.[gpu-plan]'")
 @pytest.mark.parametrize("name", reducers())
 def test_for_gpu(name):
     """Its compiler does not tell the size of the code."""

@@ -21,7 +21,7 @@ from .. import planning, planning_disk
 from ..figures import COLORS, GREY, count_bytes, in_bytes, label, new_figure, new_table, open_axes, print_table, write
 from ..models import gpt
 from ..models.base import TrainingMethod, Workload
-from ..running import Integer, Number, Text, check_positive, new_console, path_in, print_paths
+from ..running import Integer, Number, Text, check_positive, new_console, path_in, print_paths, show_compiling
 from ..spellings import grammar, parse
 from ..spellings.tables import ANY_STEPS
 from ..tables import Units, count_units
@@ -113,7 +113,7 @@ def run_plan(chosen: PlanOptions) -> int:
     _hide_accelerators()
     workload = parse.parse_workload("text", chosen.model)
     picture = path_in(chosen.out, "plan.png")
-    with console.status(f"compiling for {target}"):
+    with show_compiling(console, f"for {target}"):
         found = _plan(chosen, target, chip, config, workload, method, flags)
     batch = chosen.batch or found.devices
     places = {"host": ", optimizer on the host", "nvme": ", optimizer on a disk", "layers": ", layers on a disk"}
@@ -234,7 +234,9 @@ def _print_memory(console: Console, found: planning.Planned) -> None:
     print_table(console, table)
     verdict = "[green]fits[/green]" if found.fits else "[red]does not fit[/red]"
     share = found.peak / found.chip.memory
-    console.print(f"{verdict}: {share:.0%} of the {in_bytes(found.chip.memory)} of a {found.chip.name}\n", markup=True)
+    console.print(
+        f"{verdict}: {share:.0%} of the {in_bytes(found.chip.memory)} of one {found.chip.name}\n", markup=True
+    )
 
 
 def _print_communication(console: Console, found: planning.Planned, units: Units) -> None:
@@ -244,12 +246,12 @@ def _print_communication(console: Console, found: planning.Planned, units: Units
     table.columns[1].justify = "left"
     for use in found.collectives:
         share = f"{use.asynchronous_bytes / use.wire_bytes:.0%}" if use.wire_bytes else ""
-        times = _milliseconds(use.seconds), _milliseconds(use.exposed_seconds)
+        times = _duration(use.seconds), _duration(use.exposed_seconds)
         counts = str(use.workers), str(use.count)
         table.add_row(use.kind, use.dtype, *counts, in_bytes(use.wire_bytes), share, *times)
     print_table(console, table)
     for link in found.links:
-        line = f"over {link.link}: {in_bytes(link.bytes)} of each device, {_milliseconds(link.seconds)}"
+        line = f"over {link.link}: {in_bytes(link.bytes)} of each device, {_duration(link.seconds)}"
         console.print(line, highlight=False)
     sent = f"in all {in_bytes(found.wire_bytes)} a step, on average"
     each = f"{units.share(found.wire_bytes)} a {units.name} of its own, sent and as many received"
@@ -258,13 +260,13 @@ def _print_communication(console: Console, found: planning.Planned, units: Units
 
 def _print_times(console: Console, found: planning.Planned, units: int, unit: str) -> None:
     rest = found.seconds - found.compute_seconds - found.exposed_seconds
-    host = f", for the host {_milliseconds(rest)}" if rest > 0.005 * found.seconds else ""
+    host = f", for the host {_duration(rest)}" if rest > 0.005 * found.seconds else ""
     note = "Computation as measured on an H100, every link at its full bandwidth."
     if not found.chip.is_measured:
         note = "At best: every operation at its roofline, every link at its full bandwidth."
     console.print(
-        f"{_name_of_step(found)} {_milliseconds(found.seconds)}: computation {_milliseconds(found.compute_seconds)}, "
-        f"waiting for the network {_milliseconds(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%})"
+        f"{_name_of_step(found)} {_duration(found.seconds)}: computation {_duration(found.compute_seconds)}, "
+        f"waiting for the network {_duration(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%})"
         f"{host}; {units / found.seconds:,.0f} {unit}/s, {found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a "
         "device",
         highlight=False,
@@ -293,7 +295,9 @@ def _name_of_step(found: planning.Planned) -> str:
     return "step" if found.chip.is_measured else "step at best"
 
 
-def _milliseconds(seconds: float) -> str:
+def _duration(seconds: float) -> str:
+    if 0 < seconds < 1e-4:
+        return f"{1e6 * seconds:,.1f} µs"
     return f"{1e3 * seconds:,.1f} ms" if seconds < 0.1 else f"{1e3 * seconds:,.0f} ms"
 
 
@@ -338,7 +342,7 @@ def _draw_memory(axes: Axes, planned: planning.Planned) -> None:
             bottom += size
     limit = planned.chip.memory
     axes.axhline(limit, color=EXPOSED, linewidth=1.5, linestyle=(0, (4, 2)))
-    note = f"{in_bytes(limit)} of a {planned.chip.name}"
+    note = f"{in_bytes(limit)} of one {planned.chip.name}"
     axes.annotate(note, (-0.5, limit), (0, 4), textcoords="offset points", color=EXPOSED, fontsize=9)
     axes.set_xticks(range(len(bars)), [name for name, _ in bars])
     count_bytes(axes.yaxis)

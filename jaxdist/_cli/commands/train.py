@@ -235,7 +235,7 @@ def _train_on_island(chosen: TrainOptions) -> None:
         results.background_saver(place) as save,
         joined as island,
     ):
-        with show_compiling(console, spelling, mesh.size):
+        with show_compiling(console, f"{spelling} for {mesh.size} workers"):
             run = train.prepare(workload, None, method.optimizer, **settings, island=True)
         if chosen.resume:
             run = results.resume_run(place, run)

@@ -153,7 +153,7 @@ def _connect(address: str | None, places: int) -> Iterator[Any]:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ValueError("ray_engine needs Ray: pip install 'jaxdist[ray]'") from None
+        raise ValueError("ray_engine needs Ray: pip install '.[ray]' in a clone of jaxdist") from None
     if ray.is_initialized():
         if address is not None:
             raise ValueError(f"Ray is initialized already: omit address={address!r}, or call ray.shutdown() first")

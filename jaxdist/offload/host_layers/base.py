@@ -91,7 +91,7 @@ def host_layers(
       ValueError: a negative `prefetch` or `clip_norm`; a reducer with residuals or random keys; several processes; from
         `init`, an optimizer that combines parameters, communicates or draws random numbers, layers that differ, more
         memory than XLA pins for a GPU (64 GiB unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set); from `step`, a batch
-        that cannot be split, a layer that changes the shape of `x`.
+        that cannot be split, a layer that changes the shape of `x`, a state that an earlier step has deleted.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -171,6 +171,11 @@ class _HostLayers(NamedTuple):
 
     def _step(self, state: HostLayersState, batch: PyTree, examples: np.ndarray | None, *, train: bool) -> HostStep:
         parts = [state.embed, *state.layers, state.head]
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(parts)):
+            raise ValueError(
+                "a step has deleted arrays of this state: continue with the state that it returned, or from a "
+                "checkpoint if it was interrupted"
+            )
         return HostStep(
             self.config,
             self.programs,

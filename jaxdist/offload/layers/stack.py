@@ -138,13 +138,23 @@ class StepConfig(NamedTuple):
             raise ValueError(f"a layer must return what it takes, {kinds[0]}, got {kinds[1]}")
         return y
 
+    def _loss(self, params: PyTree, x: PyTree, batch: Any) -> Array:
+        loss = self.stack.head(params, x, batch)
+        kinds = jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf).name), loss)
+        dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(loss)]
+        if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss) or not jnp.issubdtype(dtypes[0], jnp.floating):
+            raise ValueError(
+                f"head must return one floating number, the mean loss over the examples of the batch, got {kinds}"
+            )
+        return loss
+
     def _head(self, params: PyTree, x: PyTree, batch: Any, examples: Array | None) -> Array:
-        return self._mean_loss(self.stack.head(self._own(params), x, batch), examples)
+        return self._mean_loss(self._loss(self._own(params), x, batch), examples)
 
     def _head_grads(
         self, params: PyTree, x: PyTree, batch: Any, examples: Array | None
     ) -> tuple[Array, PyTree, PyTree]:
-        value_and_grad = jax.value_and_grad(self.stack.head, argnums=(0, 1))
+        value_and_grad = jax.value_and_grad(self._loss, argnums=(0, 1))
         loss, (grads, cotangent) = value_and_grad(self._own(params), x, batch)
         return self._mean_loss(loss, examples), self._mean(grads, examples), cotangent
 
