@@ -18,7 +18,6 @@ from .._core.types import Array, AxisNames, PyTree, State
 from ..comm.over import over
 from ..processes.initialize import check_connected
 from ..state.marks import (
-    PerWorker,
     WorkerView,
     axis_tuple,
     bind,
@@ -32,7 +31,7 @@ from ..state.marks import (
     spec_entry,
     view_of,
 )
-from ..state.placement import Place, workers
+from ..state.placement import Place, check_placed, workers
 from ..transforms.mistakes import explain_difference, explain_metric, explain_wrapped_communication
 from ..transforms.skip_nonfinite import keep_attributes, with_skip_checks
 
@@ -159,7 +158,7 @@ class _Distributed(NamedTuple):
         if reason:
             raise ValueError(reason)
         state = bind(state, self.axis)
-        _check_placed(state, self.mesh)
+        check_placed(state, self.mesh)
         view = view_of(state, self.axes)
         state_specs = jax.tree.structure(state).unflatten(view.specs)
         in_specs = (state_specs, check_batch_specs(batch, self.batch_specs, self.mesh, self.axes))
@@ -189,21 +188,6 @@ class _Distributed(NamedTuple):
         check_agreed(new, self.axes, what="leaf", advise=partial(explain_difference, new))
         check_agreed(metrics, self.axes, what="metric", advise=lambda _: explain_metric(new, self.axis))
         return new, metrics
-
-
-def _check_placed(state: State, mesh: Mesh | AbstractMesh) -> None:
-    """Checks that marked leaves have dimensions for the workers of the mesh."""
-    for marks, _, leaf in flatten_marks(state):
-        for dimension, mark in enumerate(cutting_marks(marks)):
-            count = workers(mesh, mark.axis)
-            # A state that was never placed lacks the dimension.
-            found = leaf.shape[dimension] if dimension < leaf.ndim else 1
-            if found % count or (isinstance(mark, PerWorker) and found != count):
-                raise ValueError(
-                    f"a {type(mark).__name__} leaf of the state has shape {tuple(leaf.shape)}, where dimension "
-                    f"{dimension} should be for the {count} workers of axis {mark.axis}: make the state with "
-                    "init_state(make_state, mesh), or place it with place(state, mesh)"
-                )
 
 
 def check_batch_specs(batch: PyTree, specs: PyTree | None, where: Place, axes: tuple[str, ...]) -> PyTree:

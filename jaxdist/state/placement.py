@@ -25,6 +25,7 @@ from .marks import (
     bind,
     check_usable,
     cutting_marks,
+    flatten_marks,
     is_mark,
     map_marked,
     merging_rules,
@@ -93,6 +94,30 @@ def workers(mesh: Place, axis: AxisNames) -> int:
             raise ValueError(f"the mesh has no axis {name!r}; its axes are {tuple(sizes)}")
         check_count(f"the number of workers along {name!r}", sizes[name], 1)
     return math.prod(sizes[name] for name in axis_tuple(axis))
+
+
+def check_placed(state: State, mesh: Place, axes: AxisNames | None = None) -> None:
+    """Checks that marked leaves have dimensions for the workers of the mesh: of all axes, or of those that are given.
+
+    Raises:
+      ValueError: a leaf has none, or those of another number of workers.
+    """
+    mapped = None if axes is None else set(axis_tuple(axes))
+    options = "" if mapped is None else f", axis={spec_entry(axis_tuple(axes))!r}"
+    for marks, _, leaf in flatten_marks(state):
+        for dimension, mark in enumerate(cutting_marks(marks)):
+            if mapped is not None and not mapped.issuperset(axis_tuple(mark.axis)):
+                continue
+            count = workers(mesh, mark.axis)
+            # A state that was never placed lacks the dimension.
+            found = leaf.shape[dimension] if dimension < leaf.ndim else 1
+            if found % count or (isinstance(mark, PerWorker) and found != count):
+                axis = spec_entry(axis_tuple(mark.axis))
+                raise ValueError(
+                    f"a {type(mark).__name__} leaf of the state has shape {tuple(leaf.shape)}, where dimension "
+                    f"{dimension} should be for the {count} workers of axis {axis!r}: make the state with "
+                    f"init_state(make_state, mesh{options}), or place it with place(state, mesh{options})"
+                )
 
 
 def length_with_padding(mark: Sharded, count: int) -> int:

@@ -16,6 +16,7 @@ from .._core.dtypes import widen
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..state.marks import PerWorker, axis_tuple, expand_specs, is_mark, is_spec, name_leaf, spec_entry, view_of
 from ..state.parameter_specs import spec_axes, without_axes
+from ..state.placement import check_placed
 from .local_value_and_grad import local_value_and_grad
 
 PAGE = "docs/how-to/keep-your-shardings.md"
@@ -247,6 +248,8 @@ def _map_update(
             f"{min(weights)}= is the number of one worker, and under plain jit there are those of all: weigh the loss, "
             "or run the step with distribute"
         )
+    # A state that `jax.jit(tx.init)` made, as plain JAX does, lacks the workers' dimension.
+    check_placed(state, jax.sharding.get_abstract_mesh(), names)
     view = view_of(state, names)
     specs = jax.tree.structure(state).unflatten(view.specs)
     over_workers = PartitionSpec(spec_entry(names))

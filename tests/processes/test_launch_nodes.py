@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -12,8 +13,8 @@ import uuid
 
 import pytest
 
-from jaxdist.processes import PortError
-from jaxdist.processes.launch import job, launch
+from jaxdist.processes import MissingProcessError, PortError
+from jaxdist.processes.launch import job, launch, nodes
 from tests.processes.test_launch import SCRIPT, gone, wait_for
 
 # Without the packages around it, whose import starts JAX.
@@ -57,6 +58,8 @@ def end(*launchers: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     ended = []
     for one in launchers:
         out, err = one.communicate(timeout=300)
+        # On a busy machine a launcher waits long enough to say so.
+        err = "".join(line for line in err.splitlines(True) if not line.startswith("jaxdist launch: waiting for"))
         ended.append((one.returncode, out, err))
     return ended
 
@@ -168,6 +171,19 @@ def test_a_node_that_does_not_come_is_named(start, address):
     ((code, _, err),) = end(start(1, "", "--timeout", "0.3"))
     assert code == 2
     assert f"MissingProcessError: node 0 did not answer at {address} within 0.3 s (Connection refused)" in err
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [(0, "node 1 of 2 to come to {}"), (1, r"node 0 to answer at {} \(Connection refused\)")],
+    ids=["first", "other"],
+)
+def test_a_launcher_that_waits_prints_for_what(node, said, address, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(nodes, "QUIET_SECONDS", 0.1)
+    with pytest.raises(MissingProcessError):
+        launch([sys.executable], 1, nodes=2, node=node, address=address, timeout_seconds=0.8, logs=tmp_path)
+    line = f"jaxdist launch: waiting for {said.format(re.escape(address))}, for 0.8 s at most"
+    assert re.fullmatch(line, capfd.readouterr().err.strip())
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,22 @@ def test_constraints_over_the_workers_are_refused_by_name(kind):
             of_workers(jnp.ones(()), batch(make_mesh(kind)) * 1.0)
 
 
+@pytest.mark.parametrize("layers", [2, 3])  # as many as there are workers, too
+def test_a_state_that_was_not_placed_is_refused(layers):
+    """As plain JAX makes it, by `jax.jit(tx.init)(params)`."""
+    tx = jd.all_reduce(jd.error_feedback(jd.power_sgd(rank=2)), axis="dcn")
+    params = {"stack": jnp.ones((layers, 4, 4)), "w": jnp.ones((4, 4))}
+    of_workers = jd.transforms.per_worker_value_and_grad(
+        lambda p, x: (p["stack"][0] @ p["w"]).mean() * x.mean(), axis="dcn"
+    )
+    with jax.set_mesh(jax.make_mesh((2, 4), ("dcn", "fsdp"), axis_types=(AxisType.Auto,) * 2)):
+        _, grads = jax.jit(of_workers)(params, jnp.ones(8))
+        with pytest.raises(
+            ValueError, match=r"should be for the 2 workers of axis 'dcn': .*place\(state, mesh, axis='dcn'\)"
+        ):
+            jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params)
+
+
 def test_what_needs_another_place_is_refused():
     of_workers = jd.transforms.per_worker_value_and_grad(loss_fn, axis="dcn")
     with pytest.raises(ValueError, match=r"the axis 'dcn', but it is not set: call jax.set_mesh"):

@@ -104,7 +104,11 @@ def launch(
     check_node(own)
     devices = assign_gpus(processes, environment)
     logs = Path(logs, f"node-{node}") if nodes > 1 else Path(logs)
-    with _signals() as events, printers(logs) as outputs, join(own, events.wake, events.received) as team:
+    with (
+        _signals() as events,
+        printers(logs) as outputs,
+        join(own, events.wake, events.received, outputs[1].tell) as team,
+    ):
         attempt, is_first = 0, True
         while True:
             # Of several nodes, the port of node 0 counts.

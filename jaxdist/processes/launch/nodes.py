@@ -9,6 +9,7 @@ Each keeps one connection to node 0, with these messages:
 """
 
 import contextlib
+import math
 import os
 import queue
 import secrets
@@ -32,6 +33,7 @@ from .failures import (
 )
 
 TICK = 0.1  # between two looks for signals while there is nothing else to do
+QUIET_SECONDS = 5.0  # of waiting for another node, before it is printed
 RETRY_SECONDS = 0.2  # between two attempts to reach node 0
 REPORT_SECONDS = 30.0  # from the order to stop to the report of a node
 
@@ -93,12 +95,17 @@ class Alone:
 
 
 @contextlib.contextmanager
-def join(own: Launcher, wake: Callable[[], None], received: list[int]) -> Iterator["Team"]:
-    """Connects this launcher with those of the other nodes; `wake` interrupts its main thread, which has `received`."""
+def join(
+    own: Launcher, wake: Callable[[], None], received: list[int], tell: Callable[[bytes], None]
+) -> Iterator["Team"]:
+    """Connects this launcher with those of the other nodes.
+
+    `wake` interrupts its main thread, which has `received`; `tell` prints a line.
+    """
     if own.nodes == 1:
         yield Alone(received)
         return
-    team = First(own, wake, received) if own.node == 0 else Other(own, wake, received)
+    team = First(own, wake, received, tell) if own.node == 0 else Other(own, wake, received, tell)
     try:
         yield team
     finally:
@@ -109,7 +116,8 @@ def check_node(own: Launcher) -> None:
     """Raises ValueError for numbers that do not fit together."""
     if own.nodes < 1 or not 0 <= own.node < own.nodes:
         raise ValueError(
-            f"node must be from 0 to nodes - 1, got node {own.node} of {own.nodes}: number the nodes from 0"
+            f"node must be from 0 to nodes - 1, got node {own.node} of {own.nodes}: number the nodes from 0, and give "
+            "--nodes, how many there are"
         )
     if own.timeout <= 0:
         raise ValueError(f"the timeout must be positive, got {own.timeout:g} seconds")
@@ -138,8 +146,9 @@ def _forward_new(received: Sequence[int], first: int, send: Callable[[Message], 
 class First:
     """The launcher of node 0, which the others follow."""
 
-    def __init__(self, own: Launcher, wake: Callable[[], None], received: list[int]):
+    def __init__(self, own: Launcher, wake: Callable[[], None], received: list[int], tell: Callable[[bytes], None]):
         self._own, self._wake, self._received, self._forwarded = own, wake, received, 0
+        self._tell = tell
         self._changed = threading.Condition()
         self._calls: dict[int, Call] = {}
         self._attempt, self._is_gathering = 0, True
@@ -161,11 +170,13 @@ class First:
         own, until = self._own, time.monotonic() + self._own.timeout
         with self._changed:
             self._is_gathering = True
+            notice = _Notice(own, self._tell)
             while len(self._calls) < own.nodes - 1 and self._error is None and time.monotonic() < until:
                 self._changed.wait(TICK)
                 if self._received:
                     raise KeyboardInterrupt
-            missing = [node for node in range(1, own.nodes) if node not in self._calls]
+                notice.show(f"{_names(own, self._missing())} to come to {own.address}")
+            missing = self._missing()
             if missing and self._error is None:
                 self._error = _missing(own, missing)
             if self._error is not None:
@@ -177,6 +188,9 @@ class First:
             self._broadcast({"kind": "start", "attempt": attempt, "port": port, "secret": secret})
             host = next(iter(self._calls.values())).host
         return Attempt(attempt, f"{own.address.rpartition(':')[0]}:{port}", secret, host)
+
+    def _missing(self) -> list[int]:
+        return [node for node in range(1, self._own.nodes) if node not in self._calls]
 
     def stopping(self) -> bool:
         """Whether a process of another node failed, or a node was lost."""
@@ -350,11 +364,28 @@ def _reason(problem: OSError) -> str:
     return os.strerror(number) if number > 0 else problem.strerror or str(problem) or "no answer"
 
 
+def _names(own: Launcher, nodes: Sequence[int]) -> str:
+    many = "s" if len(nodes) > 1 else ""
+    names = ", ".join(map(str, nodes[:8])) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
+    return f"node{many} {names} of {own.nodes}"
+
+
+class _Notice:
+    """Prints once what a launcher waits for, unless it comes soon."""
+
+    def __init__(self, own: Launcher, tell: Callable[[bytes], None]):
+        self._own, self._tell, self._due = own, tell, time.monotonic() + QUIET_SECONDS
+
+    def show(self, what: str) -> None:
+        """Prints it if it is due."""
+        if time.monotonic() > self._due:
+            self._due = math.inf
+            self._tell(f"waiting for {what}, for {self._own.timeout:g} s at most".encode())
+
+
 def _missing(own: Launcher, missing: Sequence[int]) -> MissingProcessError:
-    many = "s" if len(missing) > 1 else ""
-    names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     absent = tuple(process for node in missing for process in range(node * own.processes, (node + 1) * own.processes))
-    text = f"node{many} {names} of {own.nodes} did not come to {own.address} within {own.timeout:g} s: start jaxdist "
+    text = f"{_names(own, missing)} did not come to {own.address} within {own.timeout:g} s: start jaxdist "
     return MissingProcessError(f"{text}launch there, with this --address, and check that it can be reached", absent)
 
 
@@ -364,13 +395,13 @@ def _missing(own: Launcher, missing: Sequence[int]) -> MissingProcessError:
 class Other:
     """The launcher of a node other than 0, which does what node 0's says."""
 
-    def __init__(self, own: Launcher, wake: Callable[[], None], received: list[int]):
+    def __init__(self, own: Launcher, wake: Callable[[], None], received: list[int], tell: Callable[[bytes], None]):
         self._own, self._wake, self._received, self._forwarded = own, wake, received, 0
         # The attempt, the last one that was ordered to stop, and whether node 0 is lost.
         self._attempt, self._stopped, self._is_lost = -1, -1, False
         # Orders, and `None` when node 0 is lost.
         self._orders: queue.Queue[Message | None] = queue.Queue()
-        self._call = _reach(own, received)
+        self._call = _reach(own, received, tell)
         threading.Thread(target=self._read, name="jaxdist launch node 0", daemon=True).start()
 
     def start(self, attempt: int, port: int) -> Attempt:
@@ -442,10 +473,11 @@ class Other:
         self._wake()
 
 
-def _reach(own: Launcher, received: Sequence[int]) -> Call:
+def _reach(own: Launcher, received: Sequence[int], tell: Callable[[bytes], None]) -> Call:
     """Connects to node 0, whose launcher may start later."""
     host, port = split_address(own.address, "the address of node 0")
     until, reason = time.monotonic() + own.timeout, "no answer"
+    notice = _Notice(own, tell)
     while True:
         try:
             return _greet(own, socket.create_connection((host, port), timeout=min(own.timeout, GREETING_SECONDS)))
@@ -463,6 +495,7 @@ def _reach(own: Launcher, received: Sequence[int]) -> Call:
         if time.monotonic() > until:
             text = f"node 0 did not answer at {own.address} within {own.timeout:g} s ({reason}): start jaxdist launch "
             raise MissingProcessError(f"{text}--node 0 there, and check that this node can reach it", (0,))
+        notice.show(f"node 0 to answer at {own.address} ({reason})")
         time.sleep(RETRY_SECONDS)
 
 
