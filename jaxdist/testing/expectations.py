@@ -57,13 +57,16 @@ def expect(
         returned.
       all_reduce_bytes: the operands of one worker, in one call of the program: the columns bytes and times of
         `analysis.table`, multiplied.
-      all_gather_bytes, reduce_scatter_bytes, all_to_all_bytes, permute_bytes: likewise; of an all-gather the operand is
-        the worker's own part.
+      all_gather_bytes: likewise; the operand is the worker's own part.
+      reduce_scatter_bytes: likewise.
+      all_to_all_bytes: likewise.
+      permute_bytes: likewise.
       wire_bytes: what one worker sends in all, with ring algorithms.
       dtype: the widest of the operands. Integers, such as packed codes, may be wider than a floating `dtype`.
       times: the most executions of each kind. XLA may merge the collectives of several leaves into one.
       outside_loops: whether collectives inside a loop of more than one iteration are a failure.
-      mesh, axis: counts the collectives that cross this axis alone, or one of several.
+      mesh: goes with `axis`.
+      axis: counts the collectives that cross this axis of the mesh alone, or one of several.
       allow_others: whether kinds without a number of bytes are not looked at.
       spare_bytes: collectives of no more bytes are not looked at, such as those of the loss, and each number of bytes
         may be exceeded by so many, since XLA merges the loss into the gradients.
