@@ -4,8 +4,8 @@ from ._core import interrupts as _interrupts  # noqa: F401 - before JAX, which t
 
 # isort: split
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
 from . import comm as comm
 from . import compressors as compressors
@@ -43,7 +43,7 @@ from .transforms import all_reduce as all_reduce
 from .transforms import local_value_and_grad as local_value_and_grad
 from .transforms import skip_nonfinite as skip_nonfinite
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import analysis as analysis
     from . import asynchronous as asynchronous
     from . import checkpoint as checkpoint
@@ -83,10 +83,10 @@ else:
     )
     _ROOM_OF = {"gossip": "decentralized", "local_steps": "local_sgd", "zero_redundancy": "zero"}
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> _typing.Any:
         if name not in _ROOMS and name not in _ROOM_OF:
             _refuse_name(__name__, name)
-        room = importlib.import_module(f".{_ROOM_OF.get(name, name)}", __name__)
+        room = _importlib.import_module(f".{_ROOM_OF.get(name, name)}", __name__)
         # Of this room, and of those that it has imported.
         _suggest_names()
         return getattr(room, name) if name in _ROOM_OF else room

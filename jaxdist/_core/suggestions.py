@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 PACKAGE = __name__.partition(".")[0]
 # Public modules inside a room. Its other modules are private, although they are attributes of it once imported.
 INNER = (
-    *("analysis.cost", "analysis.pods", "analysis.step_time"),
+    *("analysis.cost", "analysis.goodput", "analysis.pods", "analysis.step_time"),
     *("asynchronous.durations", "asynchronous.links", "asynchronous.ray_engine", "asynchronous.replay"),
     *("asynchronous.rules", "processes.launch", "recipes.bagua"),
 )
@@ -30,7 +30,11 @@ def suggest_names() -> None:
     rooms = [value.__name__ for value in vars(sys.modules[PACKAGE]).values() if isinstance(value, ModuleType)]
     for name in (*rooms, *(f"{PACKAGE}.{name}" for name in INNER)):
         if name in sys.modules and name.startswith(f"{PACKAGE}.") and "._" not in name:
-            vars(sys.modules[name]).setdefault("__getattr__", partial(refuse_name, name))
+            _add_search(sys.modules[name])
+
+
+def _add_search(module: ModuleType) -> None:
+    vars(module).setdefault("__getattr__", partial(refuse_name, module.__name__))
 
 
 def refuse_name(module: str, name: str) -> NoReturn:
@@ -85,7 +89,9 @@ def public_modules() -> Iterator[ModuleType]:
     """The package, its rooms and the public modules inside them; those that need what is not installed are left out."""
     for name in _public_paths():
         with contextlib.suppress(ImportError):
-            yield import_module(name)
+            module = import_module(name)
+            _add_search(module)
+            yield module
 
 
 def _public_paths() -> list[str]:
@@ -95,7 +101,8 @@ def _public_paths() -> list[str]:
 
 def public_names(module: ModuleType) -> dict[str, Any]:
     """The names that a public module gives to others, and their values."""
-    found = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    # Names that the package imports when they are asked for are in its `dir` alone.
+    found = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
     if not hasattr(module, "__path__"):
         return {name: value for name, value in found.items() if getattr(value, "__module__", None) == module.__name__}
     # The file of a package has imports of public names alone, and its private modules as attributes.

@@ -117,8 +117,8 @@ def local_steps(
       Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
       arXiv:2501.18512, 2025. Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training
       Using Delayed Averaging", arXiv:2006.00441, 2020 (overlap_correction). Kale, Douillard, Donchev, "Eager Updates
-      For Overlapped Communication and Computation in DiLoCo", arXiv:2502.12996, 2025 (eager). "Decoupled DiLoCo for
-      Resilient Distributed Pre-training", arXiv:2604.21428, 2026 (rda).
+      For Overlapped Communication and Computation in DiLoCo", arXiv:2502.12996, 2025 (eager). Douillard et al.,
+      "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv:2604.21428, 2026 (rda).
     """
     partition = as_fragments(fragments)
     check_period(sync_period, offset, delay, partition.number)

@@ -52,7 +52,7 @@ def test_what_is_imported_later_is_found(name):
 def test_type_checkers_see_what_is_imported_later():
     source = ast.parse(Path(jaxdist.__file__).read_text())
     (block,) = (node for node in source.body if isinstance(node, ast.If))
-    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    assert ast.unparse(block.test) == "_typing.TYPE_CHECKING"
     assert {alias.asname for node in block.body for alias in getattr(node, "names", ())} == set(LATER)
 
 

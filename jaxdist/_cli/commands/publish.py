@@ -8,7 +8,7 @@ import tyro
 from rich.table import Table
 
 from ... import publish
-from ..running import Number, Text, check_positive, new_console
+from ..running import Integer, Number, Text, check_positive, new_console
 from ..stores import open_store
 
 DAY = 86_400.0
@@ -29,7 +29,7 @@ class PublishOptions:
     """States to show."""
     store: Text = None
     """Of a bucket: endpoint, region, profile, allow_http, timeout."""
-    keep: int | None = None
+    keep: Integer = None
     """Delete older states than the last KEEP, and the anchor before them."""
     older: Number = None
     """Of these, delete only states that are older than so many days."""
