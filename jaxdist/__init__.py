@@ -89,7 +89,9 @@ else:
         room = _importlib.import_module(f".{_ROOM_OF.get(name, name)}", __name__)
         # Of this room, and of those that it has imported.
         _suggest_names()
-        return getattr(room, name) if name in _ROOM_OF else room
+        # Found without this function from here on.
+        globals()[name] = found = getattr(room, name) if name in _ROOM_OF else room
+        return found
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_ROOMS, *_ROOM_OF})
