@@ -12,6 +12,7 @@ from .._core.types import AxisNames, Number
 from ..analysis.base import Collective, Collectives, dtype_name, spell_loops, summarize, table
 from ..analysis.collectives import collectives
 from ..analysis.hlo_reader import Program, bits_of
+from ..state.marks import axis_tuple
 
 KINDS = {
     "all_reduce_bytes": ("all-reduce",),
@@ -152,7 +153,7 @@ def _crossing(mesh: Mesh | AbstractMesh | None, axis: AxisNames) -> Callable[[Co
         raise ValueError("mesh and axis go together, as in mesh=mesh, axis='data'")
     if mesh is None or axis is None:
         return lambda op: True
-    names = (axis,) if isinstance(axis, str) else axis
+    names = axis_tuple(axis)
     if absent := [name for name in names if name not in mesh.axis_names]:
         raise ValueError(f"the mesh has no axis {absent[0]!r}, its axes are {', '.join(map(str, mesh.axis_names))}")
     sizes = tuple(mesh.shape.values())
