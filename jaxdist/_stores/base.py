@@ -1,7 +1,12 @@
 """What a store is: named bytes that several jobs share; and one inside this process."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+# Names that one request deletes, so that it holds up a meeting of islands by no more than a moment.
+DELETED_AT_ONCE = 200
 
 
 class SharedStore(NamedTuple):
@@ -27,6 +32,25 @@ class SharedStore(NamedTuple):
     list: Callable[[str], list[str]]
     delete: Callable[[str], None]
     delete_many: Callable[[Sequence[str]], None] | None = None
+
+
+def place_of(url: "str | os.PathLike[str] | SharedStore") -> str:
+    """The name of a store in messages."""
+    return "this store" if isinstance(url, SharedStore) else str(url)
+
+
+def hash_of(body: bytes) -> str:
+    """A hash of bytes, 32 hexadecimal digits, to name them by."""
+    return hashlib.blake2b(body, digest_size=16).hexdigest()
+
+
+def deletions(store: SharedStore, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The requests that delete names: each the field of the store to call, and its argument."""
+    if store.delete_many is None:
+        yield from (("delete", name) for name in names)
+        return
+    for start in range(0, len(names), DELETED_AT_ONCE):
+        yield "delete_many", tuple(names[start : start + DELETED_AT_ONCE])
 
 
 def memory() -> SharedStore:

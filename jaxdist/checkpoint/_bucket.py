@@ -1,11 +1,11 @@
 """The objects of a bucket for checkpoints, with one policy for errors and retries."""
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
 from .._stores.opening import Objects, open_objects
+from .._stores.patience import repeat
 from .._stores.problems import diagnose
 from .errors import CheckpointStoreError
 
@@ -27,16 +27,15 @@ def open_patiently(place: Any) -> Objects:
 
 
 def _repeat(url: str, request: Callable[..., Any], *arguments: Any) -> Any:
-    until, pause = time.monotonic() + PATIENCE_SECONDS, SHORTEST_PAUSE
-    while True:
-        try:
-            return request(*arguments)
-        # Each library for stores has its own exceptions.
-        except Exception as error:
-            if diagnose(error)[1] or time.monotonic() + pause > until:
-                raise _error_of(url, error) from error
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+    try:
+        return repeat(
+            functools.partial(request, *arguments),
+            seconds=PATIENCE_SECONDS,
+            pauses=(SHORTEST_PAUSE, LONGEST_PAUSE),
+            is_final=lambda error: bool(diagnose(error)[1]),
+        )
+    except Exception as error:
+        raise _error_of(url, error) from error
 
 
 def _error_of(url: str, error: Exception) -> CheckpointStoreError:

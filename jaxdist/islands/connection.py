@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._stores.base import SharedStore
+from .._stores.base import SharedStore, deletions
 from .._stores.problems import is_refusal
 from ..processes.broadcast import broadcast
 from . import base
@@ -35,8 +35,6 @@ LEAST_SECONDS = 0.1
 SLICE = 5.0
 # Seconds between two warnings of failures of one kind, at first and where they go on.
 LEAST_SILENCE, MOST_SILENCE = 1.0, 60.0
-# Names that one request deletes, so that it holds up a meeting by no more than a moment.
-DELETED_AT_ONCE = 200
 
 
 class _RefusedError(ConnectionError):
@@ -193,12 +191,8 @@ class Connection:
 
     def delete_many(self, names: "list[str]") -> None:
         """Deletes names, which may be missing."""
-        if self.store.delete_many is None:
-            for name in names:
-                self.ask("delete", name)
-        else:
-            for start in range(0, len(names), DELETED_AT_ONCE):
-                self.ask("delete_many", tuple(names[start : start + DELETED_AT_ONCE]))
+        for field, argument in deletions(self.store, names):
+            self.ask(field, argument)
 
     def now(self) -> float:
         """Seconds on the monotonic clock of process 0. Clocks of different islands are never compared."""

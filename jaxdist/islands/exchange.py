@@ -17,6 +17,7 @@ import optax
 from .._core.hashing import hash_array
 from .._core.jaxprs import propagate
 from .._core.types import Array, PyTree, State, Updates
+from .._stores.base import hash_of
 from ..comm.base import alone
 from ..local_sgd.merging import Merge, Polar, from_polar, to_polar
 from ..local_sgd.nested import advance_schedules, mark_inner, unmark_inner, update_inner_buffers
@@ -26,7 +27,6 @@ from ..reducers.ef21 import EF21State
 from ..reducers.reducer import Extras, Law, Messages, Reduced, Reducer
 from ..state.marks import is_mark, with_value
 from ..state.placement import place_leaf
-from .protocol import hash_of
 
 ONE_MESSAGE = "exact(), compressed(code), or error_feedback around compressed(code)"
 # Labels of the trace of a round: what only this island has, what all islands have, and what arrives.

@@ -6,7 +6,6 @@ alike. Both are of decoding and of the outer step: what the steps of an island d
 """
 
 import enum
-import hashlib
 import itertools
 import json
 import logging
@@ -22,7 +21,7 @@ from .._core.compat import Literal
 from .._core.jaxprs import inner_jaxprs
 from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
-from .._stores.base import SharedStore
+from .._stores.base import SharedStore, hash_of
 from ..local_sgd.state import LocalStepsState
 from ..state.marks import bind
 from ..state.placement import place_leaf
@@ -149,11 +148,11 @@ def _fingerprint(
 def _hash_parts(shared: Shared) -> list[list[str]]:
     """Hashes of the leaves of each part of a shared state, by the program that names its bits in meetings."""
     hashes = iter(hash_leaves(shared))
-    return [[protocol.hash_of(next(hashes).tobytes()) for _ in jax.tree.leaves(part)] for part in shared]
+    return [[hash_of(next(hashes).tobytes()) for _ in jax.tree.leaves(part)] for part in shared]
 
 
 def _hash_all(hashes: list[list[str]]) -> str:
-    return protocol.hash_of("".join(itertools.chain(*hashes)).encode())
+    return hash_of("".join(itertools.chain(*hashes)).encode())
 
 
 def _name_start(state: PyTree, hashes: list[str]) -> dict[str, str]:
@@ -188,7 +187,7 @@ def _spell(traced: list[Any]) -> dict[str, Any]:
     """The hash of the text of programs, and the numbers in them."""
     numbers: set[str] = set()
     text = "\n".join(line for program in traced for line in _lines(program.jaxpr, numbers))
-    return {"program": protocol.hash_of(text.encode()), "numbers": sorted(numbers)}
+    return {"program": hash_of(text.encode()), "numbers": sorted(numbers)}
 
 
 def _lines(closed: Any, numbers: set[str]) -> Iterator[str]:
@@ -223,7 +222,7 @@ def _is_plain(key: str, value: Any) -> bool:
 
 def _hash_constant(value: Any) -> str:
     x = np.asarray(jax.random.key_data(value) if is_key(value) else value)
-    return f"{x.dtype}{list(x.shape)} {hashlib.blake2b(np.ascontiguousarray(x).tobytes(), digest_size=16).hexdigest()}"
+    return f"{x.dtype}{list(x.shape)} {hash_of(np.ascontiguousarray(x).tobytes())}"
 
 
 def method_name(number: str) -> str:
@@ -245,11 +244,6 @@ def read_description(body: bytes, name: str = RUN_JSON) -> dict[str, Any]:
 
 
 # Opening a run, and finding it again
-
-
-def place_of(url: "str | os.PathLike[str] | SharedStore") -> str:
-    """The name of a store in messages."""
-    return "this store" if isinstance(url, SharedStore) else str(url)
 
 
 def is_on_disk(url: "str | os.PathLike[str] | SharedStore") -> bool:

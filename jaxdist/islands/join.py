@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import optax
 
 from .._core.checks import check_count, check_range
-from .._stores.base import SharedStore
+from .._stores.base import SharedStore, place_of
 from ..local_sgd.local_steps import method_of
 from .base import IslandError, JoinOptions, Moments
 from .connection import Connection
-from .identity import find_run, is_on_disk, place_of
+from .identity import find_run, is_on_disk
 from .island import Island
 from .store import check_usable, open_store
 

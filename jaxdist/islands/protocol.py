@@ -18,7 +18,6 @@ A body is sent while rounds go on, so that a record may name one of an earlier r
 """
 
 import enum
-import hashlib
 import json
 import re
 import struct
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._stores.base import hash_of
 from .base import DamagedError
 
 # 2: packed codes in planes. 3: bodies by rounds, and records of drifts that span several.
@@ -201,11 +201,6 @@ def parse(kind: type, name: str, body: bytes) -> Any:
         return kind(**fields)  # pyright: ignore
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{name} is not a record of {kind.__name__}: {type(error).__name__}: {error}") from error
-
-
-def hash_of(body: bytes) -> str:
-    """A hash of bytes, 32 hexadecimal digits."""
-    return hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
 def pack(tag: str, arrays: Sequence[np.ndarray]) -> bytes:

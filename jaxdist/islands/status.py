@@ -9,7 +9,7 @@ import optax
 
 from .._core.checks import check_count
 from .._core.types import PyTree
-from .._stores.base import SharedStore
+from .._stores.base import SharedStore, place_of
 from ..local_sgd.local_steps import method_of
 from . import identity, run
 from .cleanup import KEPT_ANCHORS
@@ -90,7 +90,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
     check_count("last", last, 0)
     store = Connection(open_store(url))
     store.deadline = store.now() + STATUS_SECONDS
-    description = identity.find_run(store.get, identity.place_of(url))
+    description = identity.find_run(store.get, place_of(url))
     numbers = run.ended_rounds(store)
     sessions: dict[str, int] = {}
     for name in store.list("names/"):
@@ -154,6 +154,6 @@ def read(
     connection.deadline = connection.now() + READ_SECONDS
     replay = Replay(connection, method_of(tx))
     local: Any = tx.init(jax.tree.map(jnp.asarray, params))
-    replay.open(local, None, place=identity.place_of(url))
+    replay.open(local, None, place=place_of(url))
     params = replay.follow(local).anchor
     return replay.round, params

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 
+from .._stores.base import hash_of
 from . import protocol
 from .base import PublishDamagedError, PublishMismatchError
 from .patches import apply_patch
@@ -145,7 +146,7 @@ class Chain:
             raise PublishDamagedError(f"{name} leads to another state ({found}) than its record ({publication.digest})")
 
     def _arrive(self, publication: Publication, body: bytes) -> None:
-        self.newest, self.hash, self.problem = publication, protocol.hash_of(body), None
+        self.newest, self.hash, self.problem = publication, hash_of(body), None
         if publication.anchor:
             self.anchored = publication.number
 

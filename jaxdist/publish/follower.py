@@ -9,7 +9,7 @@ import jax
 
 from .._core.checks import check_range
 from .._core.types import Number, PyTree
-from .._stores.base import SharedStore
+from .._stores.base import SharedStore, place_of
 from .._stores.opening import open_store
 from .base import PublishDamagedError
 from .chain import Chain
@@ -78,7 +78,7 @@ def follow(
                 f"a leaf of like is split over several processes, as {sharding}, which may see different states; "
                 "follow in each process with a mesh of its own devices"
             )
-    name = "this store" if isinstance(url, SharedStore) else str(url)
+    name = place_of(url)
     chain = Chain(Requests(open_store(url), patience), name)
     return _follow(chain, name, like, start == "oldest", float(poll), timeout, float(patience))
 

@@ -11,7 +11,6 @@ state. It names a patch, an anchor or both: each `anchor_every`-th has both, so 
 never reads an anchor, and one that comes later begins with it.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._stores.base import hash_of
 from .base import PublishDamagedError, PublishMismatchError
 from .words import PublishedLeaf
 
@@ -84,11 +84,6 @@ def is_of_protocol(name: str) -> bool:
 def is_intact(name: str, body: bytes) -> bool:
     """Whether bytes are those that their name says."""
     return hash_of(body) == name.rpartition("-")[2]
-
-
-def hash_of(body: bytes) -> str:
-    """A hash of bytes, 32 hexadecimal digits."""
-    return hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
 def write_publication(publication: Publication) -> bytes:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from .._core.checks import check_count, check_range
 from .._core.types import Number, PyTree
-from .._stores.base import SharedStore
+from .._stores.base import SharedStore, hash_of, place_of
 from .._stores.opening import open_store
 from . import protocol
 from .base import PublishDamagedError, PublishError, PublishOfflineError, SecondPublisherError
@@ -80,8 +80,7 @@ def open(
     check_count("anchor_every", anchor_every, 1)
     check_count("keep", keep, 1)
     check_range("patience", patience, 0)
-    place = "this store" if isinstance(url, SharedStore) else str(url)
-    return Publisher(Requests(open_store(url), patience), place, dtype, anchor_every, keep)
+    return Publisher(Requests(open_store(url), patience), place_of(url), dtype, anchor_every, keep)
 
 
 class Publisher:
@@ -232,7 +231,7 @@ class Publisher:
     def _skip_to(self, number: int) -> None:
         """Goes on behind a record whose state is not here: with an anchor."""
         body = self._requests.get(protocol.commit_name(number)) if number else None
-        self._words, self._number, self._hash = None, number, "" if body is None else protocol.hash_of(body)
+        self._words, self._number, self._hash = None, number, "" if body is None else hash_of(body)
 
     def _publish(self, words: list[np.ndarray], step: int) -> None:
         assert self._leaves is not None
@@ -245,7 +244,7 @@ class Publisher:
             if self._requests.create(name, body):
                 break
             self._yield_to(name)
-        self._words, self._number, self._hash = words, number, protocol.hash_of(body)
+        self._words, self._number, self._hash = words, number, hash_of(body)
         self.newest = publication
         if publication.anchor:
             self._anchored = number

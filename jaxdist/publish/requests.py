@@ -3,18 +3,19 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from .._stores.base import SharedStore
+from .._stores.base import SharedStore, deletions
+from .._stores.patience import repeat
 from .._stores.problems import is_refusal
 from .base import PublishOfflineError
 from .protocol import is_of_protocol
 
 logger = logging.getLogger("jaxdist.publish")
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
-# Names that one request deletes.
-DELETED_AT_ONCE = 200
+# Seconds between two tries, at first and at the longest.
+PAUSES = 0.05, 5.0
 
 
 class Requests:
@@ -50,27 +51,28 @@ class Requests:
 
     def delete(self, names: Sequence[str]) -> None:
         """Deletes names, which may be missing."""
-        if self._store.delete_many is None:
-            for name in names:
-                self._ask(self._store.delete, name)
-            return
-        for start in range(0, len(names), DELETED_AT_ONCE):
-            self._ask(self._store.delete_many, names[start : start + DELETED_AT_ONCE])
+        for field, argument in deletions(self._store, names):
+            self._ask(getattr(self._store, field), argument)
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        began, pause, told = time.monotonic(), FIRST_PAUSE, False
-        while True:
-            try:
-                return function(*arguments)
-            # Stores raise what the library beneath them raises.
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-                if is_refusal(error):
-                    raise PublishOfflineError(f"the store refuses a request: {problem}") from error
-                seconds = time.monotonic() - began
-                if seconds + pause > self._patience:
-                    raise PublishOfflineError(f"the store is out of reach for {seconds:.0f} s: {problem}") from error
-                logger.log(logging.DEBUG if told else logging.WARNING, "the store failed, trying again: %s", problem)
+        began, told = time.monotonic(), False
+
+        def tell(error: Exception) -> None:
+            nonlocal told
+            level = logging.DEBUG if told else logging.WARNING
+            logger.log(level, "the store failed, trying again: %s", _describe(error))
             told = True
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+
+        try:
+            return repeat(
+                partial(function, *arguments), seconds=self._patience, pauses=PAUSES, is_final=is_refusal, tell=tell
+            )
+        except Exception as error:
+            if is_refusal(error):
+                raise PublishOfflineError(f"the store refuses a request: {_describe(error)}") from error
+            seconds = time.monotonic() - began
+            raise PublishOfflineError(f"the store is out of reach for {seconds:.0f} s: {_describe(error)}") from error
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from .._core.checks import check_count, check_range
 from .._core.types import Number
-from .._stores.base import SharedStore
+from .._stores.base import SharedStore, place_of
 from .._stores.opening import open_store
 from . import protocol
 from .base import NothingPublishedError, PublishDamagedError
@@ -102,8 +102,7 @@ def clean_up(url: "str | os.PathLike[str] | SharedStore", *, keep: int = 100, ol
 
 
 def _open(url: "str | os.PathLike[str] | SharedStore") -> tuple[Requests, str]:
-    place = "this store" if isinstance(url, SharedStore) else str(url)
-    requests = Requests(open_store(url), PATIENCE)
+    place, requests = place_of(url), Requests(open_store(url), PATIENCE)
     # Asked first: a mistyped URL must not be cleaned.
     if requests.get(protocol.DESCRIPTION) is None:
         raise NothingPublishedError(f"nothing is published in {place}: it has no {protocol.DESCRIPTION}; check the URL")
