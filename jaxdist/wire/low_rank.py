@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -209,22 +210,25 @@ def write_products(
     """
     out = list(leaves)
     for group, p, q in zip(groups, left, right, strict=True):
-
-        def multiply_all(p: Array, q: Array, group: MatrixGroup = group) -> tuple[Array, ...]:
-            products = outer(p, q)
-            return tuple(
-                lax.dynamic_index_in_dim(products, k, keepdims=False)[:n] for k, (n, _) in zip(at, group.shapes)
-            )
-
-        def multiply_each(p: Array, q: Array, group: MatrixGroup = group) -> tuple[Array, ...]:
-            # Without the barrier the slices would be fused with the products, which would differ again.
-            pairs = lax.optimization_barrier([(p[k, :n], q[k]) for k, (n, _) in enumerate(group.shapes)])
-            return tuple(p @ q for p, q in pairs)
-
-        matrices = lax.platform_dependent(p, q, tpu=multiply_each, default=multiply_all)
+        matrices = lax.platform_dependent(
+            p, q, tpu=partial(_multiply_each, group), default=partial(_multiply_stacks, group, at)
+        )
         for i, matrix in zip(group.leaves, matrices, strict=True):
             out[i] = matrix.reshape(out[i].shape).astype(out[i].dtype)
     return out
+
+
+def _multiply_stacks(group: MatrixGroup, at: Sequence[Array], p: Array, q: Array) -> tuple[Array, ...]:
+    """The products of a group, cut from the stack of all."""
+    products = outer(p, q)
+    return tuple(lax.dynamic_index_in_dim(products, k, keepdims=False)[:n] for k, (n, _) in zip(at, group.shapes))
+
+
+def _multiply_each(group: MatrixGroup, p: Array, q: Array) -> tuple[Array, ...]:
+    """The products of a group, one by one."""
+    # Without the barrier the slices would be fused with the products, which would differ again.
+    pairs = lax.optimization_barrier([(p[k, :n], q[k]) for k, (n, _) in enumerate(group.shapes)])
+    return tuple(p @ q for p, q in pairs)
 
 
 def write_factors(
