@@ -15,22 +15,10 @@ import threading
 import time
 
 import pytest
+from launched import SCRIPT, gone, wait_for
 
 from jaxdist.processes.launch import ProcessFailedError, job, launch, worker
 
-SCRIPT = """
-import os, pathlib, signal, subprocess, sys, time
-me, attempt = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAXDIST_ATTEMPT"])
-def until(path):
-    while not pathlib.Path(path).exists():
-        time.sleep(0.01)
-def note(name, text=""):
-    pathlib.Path("part" + name).write_text(text)
-    os.rename("part" + name, name)
-def saved(*_):
-    print("saved", flush=True)
-    sys.exit(0)
-"""
 # Without the package around it, whose import starts JAX: the launcher needs the standard library alone.
 ALONE = """
 import sys, types
@@ -61,20 +49,6 @@ def start(tmp_path):
     for one in started:
         one.kill()
         one.communicate()
-
-
-def wait_for(path: pathlib.Path, size: int = 0) -> None:
-    until = time.monotonic() + 60
-    while not (path.exists() and path.stat().st_size >= size):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def gone(process: int) -> bool:
-    try:
-        return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def test_output_is_numbered_and_kept(start, tmp_path):

@@ -12,10 +12,10 @@ import time
 import uuid
 
 import pytest
+from launched import SCRIPT, gone, wait_for
 
 from jaxdist.processes import MissingProcessError, PortError
 from jaxdist.processes.launch import job, launch, nodes
-from tests.processes.test_launch import SCRIPT, gone, wait_for
 
 # Without the packages around it, whose import starts JAX.
 ALONE = """
