@@ -30,6 +30,8 @@ class Report(NamedTuple):
       retries: those of them that repeated one that had failed.
       problem: of the last request that failed since the last report; `None` if none did.
       digest: a short name for the bits of the global parameters and the outer optimizer's state.
+      fragment: of the round before `round`, which `members`, `missing` and `counted` are about where this meeting took
+        it; `None` before the first.
     """
 
     round: int
@@ -49,6 +51,7 @@ class Report(NamedTuple):
     retries: int = 0
     problem: str | None = None
     digest: str = ""
+    fragment: int | None = None
 
 
 class JoinOptions(NamedTuple):

@@ -8,7 +8,7 @@ and all that read a commit would have to ask whether it is the first.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -32,7 +32,7 @@ def last_forgotten(anchors: Sequence[str], rounds: int) -> int:
 
 
 def keep_anchor(
-    store: Connection, number: int, digest: str, counted: Mapping[str, str], arrays: Sequence[np.ndarray]
+    store: Connection, number: int, digest: str, counted: Sequence[tuple[str, str]], arrays: Sequence[np.ndarray]
 ) -> None:
     """Keeps the global parameters before round `number`, unless another island has kept these or later ones."""
     name = protocol.anchor_name(number)
@@ -41,7 +41,7 @@ def keep_anchor(
     body = protocol.pack(name, arrays)
     place = protocol.body_place(number, body)
     store.put(protocol.body_name(place), body)
-    store.create(name, protocol.to_json(Anchor(number, place, digest, tuple(counted.items()))))
+    store.create(name, protocol.to_json(Anchor(number, place, digest, tuple(counted))))
 
 
 def forget_rounds(store: Connection, rounds: int) -> None:
@@ -68,14 +68,14 @@ class Cleaner:
         self._problem: BaseException | None = None
 
     def start(
-        self, number: int, digest: str, counted: Mapping[str, str], arrays: Sequence[np.ndarray], rounds: int
+        self, number: int, digest: str, counted: Sequence[tuple[str, str]], arrays: Sequence[np.ndarray], rounds: int
     ) -> None:
         """Begins, unless the last time goes on; what this leaves out, the next time does."""
         if self._problem is not None:
             raise self._problem
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
-                target=self._run, args=(number, digest, dict(counted), arrays, rounds), daemon=True
+                target=self._run, args=(number, digest, tuple(counted), arrays, rounds), daemon=True
             )
             self._thread.start()
 
@@ -89,7 +89,7 @@ class Cleaner:
             self._thread.join()
 
     def _run(
-        self, number: int, digest: str, counted: Mapping[str, str], arrays: Sequence[np.ndarray], rounds: int
+        self, number: int, digest: str, counted: Sequence[tuple[str, str]], arrays: Sequence[np.ndarray], rounds: int
     ) -> None:
         try:
             with suppress(ConnectionError):

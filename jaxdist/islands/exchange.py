@@ -287,7 +287,7 @@ def compile_programs(
     needs_rate: bool,
     eager: bool,
 ) -> None:
-    """Runs every program of a round once, on arrays placed as in a meeting."""
+    """Runs every program of a round of a fragment once, on arrays placed as in a meeting."""
     shared = select_shared(local)
     drift = measure_drift(local.anchor, params)
     arrays, *_ = encode_drift(method, index, drift, local.reducer[0], np.float32(1))
@@ -332,18 +332,18 @@ def to_host(x: Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def copy_shared_to_host(shared: Shared) -> list[np.ndarray]:
-    """The leaves of the shared state on this process, keys as their bits."""
+def copy_shared_to_host(shared: Sequence[Shared]) -> list[np.ndarray]:
+    """The leaves of the shared states of all fragments on this process, keys as their bits."""
     return [to_host(_bits(x)) for x in jax.tree.leaves(shared)]
 
 
-def describe_shared(shared: Shared) -> list[jax.ShapeDtypeStruct]:
+def describe_shared(shared: Sequence[Shared]) -> list[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of what `copy_shared_to_host` returns."""
     return jax.eval_shape(lambda tree: [_bits(x) for x in jax.tree.leaves(tree)], shared)
 
 
-def restore_shared(arrays: Sequence[np.ndarray], like: Shared) -> Shared:
-    """The shared state of these arrays, placed as `like` is."""
+def restore_shared(arrays: Sequence[np.ndarray], like: Sequence[Shared]) -> list[Shared]:
+    """The shared states of these arrays, placed as `like` are."""
     leaves, structure = jax.tree.flatten(like)
     return structure.unflatten([_place(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)])
 

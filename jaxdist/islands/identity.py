@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +39,7 @@ from .exchange import (
     take_outer_step,
     to_host,
 )
+from .fragments import Part
 
 logger = logging.getLogger("jaxdist.islands")
 RUN_JSON = "run.json"
@@ -48,6 +49,20 @@ PATTERN_ENTRIES = 2**16
 OUTER_STEPS = 3
 # Differences that a message names.
 MOST_NUMBERS = 8
+# What two descriptions are compared by, in this order, and what one without a line means by that.
+KEYS = (
+    "sync_period",
+    "merge",
+    "parameters",
+    "dtypes",
+    "order of fragments",
+    "fragments",
+    "reducer",
+    "payload",
+    "code",
+    "outer optimizer",
+)
+DEFAULTS = {"merge": "mean", "order of fragments": None, "fragments": None}
 RESTORE = "restore them from a copy, or begin a new run in an empty folder, from a checkpoint"
 NEW_RUN = "use the model and the method of the run, or begin a new run in an empty folder"
 
@@ -83,27 +98,42 @@ def describe(
     method: RoundMethod,
     local: LocalStepsState,
     params: PyTree | None,
-    payload: list[Any],
+    parts: Sequence[Part],
+    payloads: Sequence[list[Any]],
     *,
     sync_period: int,
     needs_rate: bool,
+    fragments: dict[str, Any],
 ) -> dict[str, Any]:
-    """What all islands of a run must have in common, as JSON can hold it."""
+    """What all islands of a run must have in common, as JSON can hold it.
+
+    Without fragments, what describes the only part is among the rest; with `fragments` each part has its own.
+    """
     device = jax.devices()[0]
     dtypes = {} if params is None else {"dtypes": _shapes(params)}
-    params = local.anchor if params is None else params
+    described = [
+        _describe_part(method, part, payload, needs_rate=needs_rate)
+        for part, payload in zip(parts, payloads, strict=True)
+    ]
     return dtypes | {
         "format": protocol.FORMAT,
         "sync_period": sync_period,
         "merge": method.merge,
         "parameters": _shapes(local.anchor),
-        "reducer": _shapes(jax.eval_shape(method.reducer.init, local.anchor)),
-        "payload": [f"{x.dtype}{list(x.shape)}" for x in payload],
         "code": None if method.reducer.forms.codec is None else method.reducer.forms.codec.name,
-        "outer optimizer": _shapes(local.outer[0]),
-        "programs": _fingerprint(method, local, params, needs_rate=needs_rate),
         "call": str(method.reducer),
         "versions": {"jax": jax.__version__, "device": device.device_kind},
+        **(fragments | {"parts": described} if fragments else described[0]),
+    }
+
+
+def _describe_part(method: RoundMethod, part: Part, payload: list[Any], *, needs_rate: bool) -> dict[str, Any]:
+    """What the rounds of a fragment send and compute."""
+    return {
+        "reducer": _shapes(jax.eval_shape(method.reducer.init, part.local.anchor)),
+        "payload": [f"{x.dtype}{list(x.shape)}" for x in payload],
+        "outer optimizer": _shapes(part.local.outer[0]),
+        "programs": _fingerprint(method, part.local, part.params, needs_rate=needs_rate),
     }
 
 
@@ -374,14 +404,19 @@ def find_difference(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
     its, ours = theirs.get("format"), own["format"]
     if its != ours:
         return f"format: {its} in the run, {ours} here; use the version of jaxdist that opened it"
-    words = _find_shapes(theirs, own) or _find_program(theirs, own)
-    return None if words is None else f"{words}; {NEW_RUN}"
+    # A run of an earlier version has no such line, and one without fragments has none of these.
+    theirs, own = {**DEFAULTS, **theirs}, {**DEFAULTS, **own}
+    # One pair for each fragment. Where these differ, what is of the whole model tells so first.
+    parts = zip(theirs.get("parts") or [{}], own.get("parts") or [{}], strict=False)
+    for its, ours in parts:
+        words = _find_shapes(theirs | its, own | ours) or _find_program(theirs | its, own | ours)
+        if words is not None:
+            return f"{words}; {NEW_RUN}"
+    return None
 
 
 def _find_shapes(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
-    # A run of an earlier version, which has no such line.
-    theirs = {"merge": "mean", **theirs}
-    for key in ("sync_period", "merge", "parameters", "dtypes", "reducer", "payload", "code", "outer optimizer"):
+    for key in KEYS:
         # Who only reads has parameters of any dtype.
         its, ours = theirs.get(key), own.get(key)
         if key not in own or its == ours:

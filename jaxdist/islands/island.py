@@ -3,6 +3,8 @@
 A meeting follows the rounds that have ended, encodes what is ahead of the global parameters, brings it into the open
 round, waits for the commit, and applies it. Each part ends at the deadline, and the next meeting goes on there.
 
+With fragments, all of this is about the one that the open round is of. Each has its own drift under way.
+
 `examples/from_scratch/islands.py` is the protocol in 100 lines of plain JAX.
 """
 
@@ -55,9 +57,10 @@ from .exchange import (
     with_shared,
     zeros_like,
 )
+from .fragments import Division, Part
 from .identity import check_same, log_entered
 from .looks import REMEMBERED_WAITS, Looks
-from .model import MeetingState, automatic_mesh, find_model, replace_model
+from .model import automatic_mesh, find_model, replace_model
 from .outbox import InFlight, Outbox
 from .protocol import Commit, Drift, Next, round_name
 from .run import Replay, _LeftBehindError
@@ -105,7 +108,10 @@ class Island:
         self._replay = Replay(store, config)
         self._index = np.int32(zlib.crc32(options.name.encode()) % 2**31)
         self._session = 0
-        self._outbox, self._cleaner = Outbox(store), Cleaner(store)
+        self._schedule = self._replay.schedule
+        # How the model is divided into fragments: known once it is.
+        self._division: Division | None = None
+        self._outboxes, self._cleaner = self._new_outboxes(), Cleaner(store)
         self._entered = False
         # Whether this island took the last round, so that no other can have ended since by more than a moment.
         self._in_step = False
@@ -116,8 +122,8 @@ class Island:
         self._late = self._differing = 0
         self._last_rate: float | None = None
         self._last_weight = 1.0
-        # Examples of what is ahead of the global parameters, as the last meeting left them.
-        self._examples_before = 0.0
+        # Examples of what is ahead of the global parameters of each fragment, as the last meeting left them.
+        self._examples_before: list[float] = []
         # The rounds in which this process has said that it is here.
         self._said_here: set[int] = set()
         # Whether the rounds before the kept parameters are gone, which this island has to take.
@@ -126,8 +132,6 @@ class Island:
         self._report = Report(0)
         self._too_few_since: float | None = None
         self._offline_since: float | None = None
-        # The body whose upload has not ended, and since when.
-        self._uploading: tuple[str, float] | None = None
         self._is_lonely = False
         # For how long it waited in the last rounds, where it was its turn to commit and where not: the island that is
         # last waits for no drift, but for the commit of one that looks now and then.
@@ -143,8 +147,16 @@ class Island:
         """The open round of the run, as far as this island has followed it."""
         return self._replay.round
 
+    @property
+    def _outbox(self) -> Outbox:
+        """That of the fragment of the open round."""
+        return self._outboxes[self._replay.fragment]
+
+    def _new_outboxes(self) -> list[Outbox]:
+        return [Outbox(self._store) for _ in range(self._schedule.number)]
+
     def due(self, number: int) -> bool:
-        """Whether to meet after step `number`, counted from 0: every `sync_period` steps.
+        """Whether to meet after step `number`, counted from 0: every `sync_period` steps; with fragments, for each.
 
         Examples:
           >>> import optax, jaxdist as jd
@@ -153,7 +165,10 @@ class Island:
           ...     [number for number in range(7) if island.due(number)]
           [2, 5]
         """
-        return (number + 1) % self._config.sync_period == 0
+        schedule = self._schedule
+        return any(
+            number + 1 >= first and (number + 1 - first) % schedule.sync_period == 0 for first in schedule.firsts
+        )
 
     @automatic_mesh()
     def enter(self, state: PyTree) -> PyTree:
@@ -179,7 +194,7 @@ class Island:
         if self._session:
             # What an earlier stay had under way is not this one's.
             self._stop_threads()
-            self._outbox, self._cleaner = Outbox(self._store), Cleaner(self._store)
+            self._outboxes, self._cleaner = self._new_outboxes(), Cleaner(self._store)
         try:
             return self._enter(state)
         except ConnectionError as error:
@@ -190,31 +205,34 @@ class Island:
     def _enter(self, state: PyTree) -> PyTree:
         local, params = find_model(state)
         options = self._options
-        self._replay.open(local, params, place=options.place, keep_every=options.keep_every, begin=options.begin)
+        self._division = division = self._replay.open(
+            local, params, place=options.place, keep_every=options.keep_every, begin=options.begin
+        )
+        model = division.split(local, params)
         self._session = run.claim(self._store, self._options.name)
         if not run.has_begun(self._store):
-            self._replay.keep_first(local)
-        local, params = self._take_run(local, params)
+            self._replay.keep_first([part.local for part in model])
+        self._take_run(model)
+        local, params = division.join(model)
         if options.moments == "fresh":
             local = restart_buffers(self._config.inner, local, params)
-        state = replace_model(state, self._begin_counts(self._catch_up(local)), params)
-        model = MeetingState(*find_model(state))
+        state = self._with_model(state, *self._begin_counts(local, params))
+        model = division.split(*find_model(state))
         # A program that compiles in a meeting would make the others wait.
-        compile_programs(
-            self._replay.method,
-            self._index,
-            model.local,
-            model.params,
-            needs_rate=self._replay.needs_rate,
-            eager=options.eager,
-        )
+        for part in model:
+            compile_programs(
+                self._replay.method,
+                self._index,
+                part.local,
+                part.params,
+                needs_rate=self._replay.needs_rate,
+                eager=options.eager,
+            )
         self._store.deadline = self._store.now() + self._options.patience
         # Rounds may have ended meanwhile: this island announces itself in the one that is open.
         self._go_on(self._follow, model)
         self._late = 0
-        local = self._begin_counts(self._catch_up(model.local))
-        state = replace_model(state, local, model.params)
-        self._examples_before = _examples_of(local)
+        state = self._with_model(state, *self._begin_counts(*division.join(model)))
         self._entered = True
         log_entered(self._replay.run, self._replay.round, self._replay.kept, options)
         self._say_here(self._replay.round)
@@ -222,6 +240,12 @@ class Island:
         # A report tells of meetings.
         self._store.take_traffic()
         return state
+
+    def _with_model(self, state: PyTree, local: LocalStepsState, params: PyTree) -> PyTree:
+        """The state with another model, of whose steps the next meeting knows what they had counted before it."""
+        assert self._division is not None
+        self._examples_before = [_examples_of(part) for part in self._division.split_locals(local)]
+        return replace_model(state, local, params)
 
     def meet(self, state: PyTree, *, examples: float | int | None = None) -> tuple[PyTree, Report]:
         """Exchanges this island's progress with the others'; returns within `round_timeout` and a second.
@@ -231,9 +255,10 @@ class Island:
 
         Args:
           state: the training state; it contains the state of `local_steps` and the parameters.
-          examples: the weight of this island's drift, such as the number of its examples in the round; not negative.
-            `None`: the sum of the `examples=` that the steps of the round passed to the update, as on a mesh, or 1 if
-            they passed none. Progress that an earlier round did not take keeps the weight of one round.
+          examples: the weight of this island's drift, such as the number of its examples since the last meeting; not
+            negative. With fragments a drift has the sum of those since its own last round. `None`: the sum of the
+            `examples=` that the steps passed to the update, as on a mesh, or 1 if they passed none. Progress that an
+            earlier round did not take keeps the weight of one round.
 
         Returns:
           The state, with the global parameters after the round and what of its own progress no round has taken, and a
@@ -259,7 +284,8 @@ class Island:
 
         It waits for no other island, and for the upload at most `round_timeout`: with its goodbye it returns within
         `round_timeout` and a second, which should be less than the notice that a cloud gives. A drift whose upload has
-        not ended by then does not count (`report.uploading`), and the state that is returned has its progress.
+        not ended by then does not count (`report.uploading`), and the state that is returned has its progress. With
+        fragments the drifts of all of them are sent, and count in the rounds to come.
 
         `join` calls it without a state at the end of its `with` block. With one it raises what `meet` raises.
         """
@@ -291,14 +317,15 @@ class Island:
         """Waits for a drift that is under way, which then counts; returns whether the store can be reached."""
         try:
             if self._outbox.flight is not None:
-                self._deliver(wait=True)
+                self._deliver(self._replay.round, wait=True)
         except (ConnectionError, DamagedError, NameTakenError):
             return False
         return True
 
     def _stop_threads(self) -> None:
         self._cleaner.stop()
-        self._outbox.abandon()
+        for outbox in self._outboxes:
+            outbox.abandon()
 
     def _say_left(self, store: Connection, end: float) -> None:
         store.deadline = min(end, store.now() + GOODBYE) - GRACE
@@ -315,12 +342,13 @@ class Island:
             check_range("examples", examples, 0, MOST_EXAMPLES, hint="it weights this island's drift")
         store, started = self._store, self._store.now()
         store.deadline = started + self._options.round_timeout
-        local, params = find_model(state)
-        _check_examples(local)
-        if examples is not None:
-            local = with_examples(local, np.float32(self._examples_before + examples))
+        assert self._division is not None
+        model, problem = self._division.split(*find_model(state)), None
+        for part, before in zip(model, self._examples_before, strict=True):
+            _check_examples(part.local)
+            if examples is not None:
+                part.local = with_examples(part.local, np.float32(before + examples))
         self._report = Report(self._replay.round, expected=self._replay.expected)
-        model, problem = MeetingState(local, params), None
         try:
             self._go_on(partial(self._exchange, is_told=examples is not None, leaving=leaving), model)
         except ConnectionError as error:
@@ -342,6 +370,7 @@ class Island:
             retries=traffic.retries,
             problem=problem or traffic.problem,
             digest=self._replay.digest,
+            fragment=self._schedule.fragment_in(self._replay.round - 1) if self._replay.round else None,
         )
         if leaving:
             self._take_back(model)
@@ -349,8 +378,7 @@ class Island:
             self._late += 1
         if report.late:
             logger.warning("%s is late: round %d is open now", self._options.name, report.round)
-        self._examples_before = _examples_of(model.local)
-        return replace_model(state, model.local, model.params), report
+        return self._with_model(state, *self._division.join(model)), report
 
     def _check_offline(self, problem: str | None) -> None:
         """Raises OfflineError where the store has been away for the patience."""
@@ -373,13 +401,14 @@ class Island:
 
     def _check_uploading(self, *, is_uploading: bool) -> None:
         """Raises OfflineError where an upload has lasted for the patience, as one over a connection that is dead."""
-        now, flight = self._store.now(), self._outbox.flight
+        now, outbox = self._store.now(), self._outbox
+        flight = outbox.flight
         if not is_uploading or flight is None:
-            self._uploading = None
+            outbox.uploading = None
             return
-        if self._uploading is None or self._uploading[0] != flight.body:
-            self._uploading = flight.body, now
-        seconds = now - self._uploading[1]
+        if outbox.uploading is None or outbox.uploading[0] != flight.body:
+            outbox.uploading = flight.body, now
+        seconds = now - outbox.uploading[1]
         if seconds > self._options.patience:
             raise OfflineError(
                 f"the upload of {flight.record.bytes} bytes by {self._options.name!r} has not ended for {seconds:.0f} "
@@ -390,7 +419,7 @@ class Island:
     def _note(self, **changes: Any) -> None:
         self._report = self._report._replace(**changes)
 
-    def _go_on(self, act: Callable[[MeetingState], None], model: MeetingState) -> None:
+    def _go_on(self, act: Callable[[list[Part]], None], model: list[Part]) -> None:
         """Calls `act`, which changes `model` by whole rounds, again if rounds are gone or bytes were cut on the way."""
         while True:
             try:
@@ -406,26 +435,29 @@ class Island:
                     raise
                 self._store.sleep(min(LONGEST_PAUSE, self._options.round_timeout / 50))
 
-    def _exchange(self, model: MeetingState, *, is_told: bool, leaving: bool) -> None:
+    def _exchange(self, model: list[Part], *, is_told: bool, leaving: bool) -> None:
         """Brings what is ahead of the global parameters into a round, again until one takes it or time is up."""
         self._come_back(model)
-        has_missed = False
+        # Of fragments, a meeting is about one, and the next one about the next; with `overlap` it sends that already.
+        takes_one = self._schedule.number > 1 and not self._options.overlap and not leaving
+        is_again = False
         while not self._behind:
             is_new = self._outbox.flight is None
-            if not self._send(model, is_told=is_told, leaving=leaving, has_missed=has_missed):
-                return
+            if not self._send(model, is_told=is_told, leaving=leaving, is_again=is_again):
+                break
             commit = self._await_commit()
             if commit is None:
                 return
-            is_counted = self._apply(model, commit)
+            is_again, is_counted = True, self._apply(model, commit)
             if not is_counted:
-                has_missed = True
                 self._follow(model)
             # A drift of an earlier meeting has counted, or a round ended without this one: at once for the next round.
-            if (is_counted and is_new) or self._store.now() >= self._store.deadline:
+            if (is_counted and (is_new or takes_one)) or self._store.now() >= self._store.deadline:
                 return
+        if leaving and not self._behind:
+            self._send_to_later_rounds(model, is_told=is_told)
 
-    def _come_back(self, model: MeetingState) -> None:
+    def _come_back(self, model: list[Part]) -> None:
         """After a while, follows the rounds that others have ended, unless a newer process has this name."""
         # Then, and on a disk at any time, it may be another store. On a disk the question costs nothing.
         if not self._in_step or self._options.on_disk:
@@ -434,23 +466,43 @@ class Island:
             self._check_name()
             self._follow(model)
 
-    def _send(self, model: MeetingState, *, is_told: bool, leaving: bool, has_missed: bool) -> bool:
-        """Brings the drift into the open round; returns whether this meeting waits for the round's commit."""
-        waits = leaving or not self._options.overlap
+    def _send(self, model: list[Part], *, is_told: bool, leaving: bool, is_again: bool) -> bool:
+        """Brings the drift into the open round; returns whether this meeting waits for the round's commit.
+
+        `is_again` says that it has already come to the end of another round.
+        """
+        waits, number = leaving or not self._options.overlap, self._replay.round
         if self._outbox.flight is None:
-            if not self._encode(model, is_told=is_told, leaving=leaving):
+            if not self._encode(model, number, is_told=is_told, leaving=leaving):
                 self._note(nonfinite=True)
                 return False
             if not waits:
                 return False
-        if not self._deliver(wait=waits):
+        if not self._deliver(number, wait=waits):
             self._note(uploading=True)
             return False
         flight = self._outbox.flight
         is_last = flight is not None and flight.record.leaving
-        return not is_last and (waits or not has_missed)
+        return not is_last and (waits or not is_again)
 
-    def _follow(self, model: MeetingState) -> None:
+    def _send_to_later_rounds(self, model: list[Part], *, is_told: bool) -> None:
+        """Brings the drifts of the other fragments into their next rounds, of which this island waits for none.
+
+        Until then their global parameters are those of now.
+        """
+        first = self._outbox.flight
+        if first is None or first.round != self._replay.round:
+            return
+        for number in range(self._replay.round + 1, self._replay.round + self._schedule.number):
+            fragment = self._schedule.fragment_in(number)
+            # One that no round has counted is in none that is open: it is sent with all that came since.
+            self._give_up(model[fragment], self._outboxes[fragment])
+            if not self._encode(model, number, is_told=is_told, leaving=True):
+                return self._note(nonfinite=True)
+            if not self._deliver(number, wait=True):
+                return self._note(uploading=True)
+
+    def _follow(self, model: list[Part]) -> None:
         """Applies the rounds that have ended; no more after the deadline, since others may be faster than this is."""
         self._behind, has_applied = False, False
         while (commit := self._replay.read_commit(self._replay.round)) is not None:
@@ -460,33 +512,32 @@ class Island:
             has_applied = True
             self._apply(model, commit)
 
-    def _encode(self, model: MeetingState, *, is_told: bool, leaving: bool) -> bool:
-        """Begins to send what is ahead of the global parameters.
+    def _encode(self, model: list[Part], number: int, *, is_told: bool, leaving: bool) -> bool:
+        """Begins to send what is ahead of the global parameters of a round's fragment.
 
         Returns false if it is not finite: then the anchor is taken, and the inner optimizer restarts.
         """
-        local = model.local
-        drift = measure_drift(local.anchor, model.params)
+        fragment = self._schedule.fragment_in(number)
+        part, outbox = model[fragment], self._outboxes[fragment]
+        local = part.local
+        drift = measure_drift(local.anchor, part.params)
         weight = self._weight_of(local, drift, is_told=is_told)
         arrays, after, finite, moved = encode_drift(
             self._replay.method, self._index, drift, local.reducer[0], np.float32(weight)
         )
         if not bool(to_host(finite)):
-            model.params = rebase(local.anchor, model.params, zeros_like(drift))
-            # Moments that are not finite would make the next steps so, too.
-            local = restart_buffers(self._config.inner, local, model.params)
-            model.local = restart_counts(local, np.int32(self._replay.round))
-            self._store.create(self._name("left"), b"{}")
+            self._take_anchors(model)
             return False
         rate = self._rate_of(local, bool(to_host(moved)))
         # Equal drifts of two processes of this name have two bodies.
-        tag = f"{self._name('drift')}/{self._session}"
-        place, body = self._replay.pack_body(tag, [to_host(x) for x in arrays])
+        tag = f"{round_name(number, 'drift', self._options.name)}/{self._session}"
+        place, body = self._replay.pack_body(tag, [to_host(x) for x in arrays], number)
+        base = self._replay.digests[fragment]
         record = Drift(
             session=self._session,
             body=place,
             bytes=len(body),
-            base=self._replay.digest,
+            base=base,
             weight=weight,
             examples=_examples_of(local),
             steps=int(to_host(local.since)[0]),
@@ -497,26 +548,47 @@ class Island:
         )
         kept = drift
         if self._options.eager and not leaving:
-            kept = self._take_share(model, drift, None if rate is None else np.float32(rate))
+            kept = self._take_share(part, drift, None if rate is None else np.float32(rate))
         flight = InFlight(place, drift, kept, after, record, float(to_host(local.rates)[0]))
         ahead = self._replay.expected if self._options.overlap and not leaving else ()
-        self._outbox.send(flight, body, self._replay.round, self._replay.digest, self._options.name, ahead)
+        outbox.send(flight, body, number, base, self._options.name, ahead)
         return True
 
-    def _take_share(self, model: MeetingState, drift: PyTree, rate: np.float32 | None) -> PyTree:
+    def _take_anchors(self, model: list[Part]) -> None:
+        """Takes the global parameters of all fragments, after steps that were not finite."""
+        for part, outbox in zip(model, self._outboxes, strict=True):
+            # What no open round has would be a step back, once it counted.
+            outbox.clear()
+            part.params = rebase(part.local.anchor, part.params, zeros_like(part.local.anchor))
+        # Moments that are not finite would make the next steps so, too.
+        assert self._division is not None
+        inner = restart_buffers(self._config.inner, *self._division.join(model)).inner
+        for part in model:
+            part.local = restart_counts(part.local._replace(inner=inner), np.int32(self._replay.round))
+        self._store.create(self._name("left"), b"{}")
+
+    def _take_share(self, part: Part, drift: PyTree, rate: np.float32 | None) -> PyTree:
         """Takes the outer step along this island's share; returns what that is ahead of the global parameters."""
         replay, options = self._replay, self._options
         members = max(len({*replay.expected, options.name}), 1 if replay.round else options.begin_with)
-        shared = select_shared(model.local)
+        shared = select_shared(part.local)
         share = measure_share(replay.method, shared, drift, np.float32(members), rate)
-        model.params = rebase(shared.anchor, model.params, share)
+        part.params = rebase(shared.anchor, part.params, share)
         # As parameters of half precision have it.
-        return measure_drift(shared.anchor, model.params)
+        return measure_drift(shared.anchor, part.params)
 
-    def _take_back(self, model: MeetingState) -> None:
-        """Puts the whole drift that is under way into the model again, of which it has this island's share."""
-        ahead = self._with_drift(measure_drift(model.local.anchor, model.params), self._outbox.flight)
-        model.params = rebase(model.local.anchor, model.params, ahead)
+    def _take_back(self, model: list[Part]) -> None:
+        """Puts whole drifts that are under way into the model again, of which it has this island's shares."""
+        for part, outbox in zip(model, self._outboxes, strict=True):
+            ahead = self._with_drift(measure_drift(part.local.anchor, part.params), outbox.flight)
+            part.params = rebase(part.local.anchor, part.params, ahead)
+
+    def _give_up(self, part: Part, outbox: Outbox) -> None:
+        """Gives up a drift that is under way, which no round will count: it is ahead again."""
+        if outbox.flight is not None:
+            ahead = self._with_drift(measure_drift(part.local.anchor, part.params), outbox.flight)
+            part.params = rebase(part.local.anchor, part.params, ahead)
+            outbox.clear()
 
     def _with_drift(self, ahead: PyTree, flight: InFlight | None) -> PyTree:
         """What is ahead of the global parameters, with the whole drift in place of a share."""
@@ -524,10 +596,11 @@ class Island:
             return ahead
         return subtract(ahead, subtract(flight.ahead, flight.drift))
 
-    def _deliver(self, *, wait: bool) -> bool:
-        """Brings the record of the drift into the open round; returns false while its body is on the way."""
-        number = self._replay.round
-        state = self._outbox.record_in(number, self._replay.digest, self._options.name, wait=wait)
+    def _deliver(self, number: int, *, wait: bool) -> bool:
+        """Brings the record of the drift into a round; returns false while its body is on the way."""
+        fragment = self._schedule.fragment_in(number)
+        base = self._replay.digests[fragment]
+        state = self._outboxes[fragment].record_in(number, base, self._options.name, wait=wait)
         if state == "taken":
             # By an older process, which learns in the next round that there is this one; or by a newer one.
             self._check_name()
@@ -596,7 +669,7 @@ class Island:
             place = round_name(number, "drift", name)
             try:
                 if name == own and flight is not None and flight.round == number:
-                    drifts[name] = flight.record._replace(base=self._replay.digest)
+                    drifts[name] = flight.record._replace(base=self._replay.base)
                 else:
                     drifts[name] = protocol.parse(Drift, place, self._store.get(place) or b"")
                 if protocol.is_too_old(drifts[name].body, number, self._replay.rounds):
@@ -606,54 +679,57 @@ class Island:
                 damaged.add(name)
         # Where another disk is mounted by now, the round is not this run's to end.
         check_same(self._store, self._replay.run)
-        expected, base = self._replay.expected, self._replay.digest
+        expected, base = self._replay.expected, self._replay.base
         commit = protocol.make_commit(seen, expected, drifts, damaged, base, own, self._replay.run.mark)
         if self._store.create(round_name(number, "commit"), protocol.to_json(commit)):
             logger.info("%s has committed round %d of %s", own, number, ", ".join(sorted(drifts)))
             return commit
         return self._replay.read_commit(number)
 
-    def _apply(self, model: MeetingState, commit: Commit) -> bool:
+    def _apply(self, model: list[Part], commit: Commit) -> bool:
         """Takes the outer step of a round; progress that it did not take stays ahead of the new anchor.
 
         Returns whether the round took this island's drift.
         """
-        local, flight, name = model.local, self._outbox.flight, self._options.name
-        ahead = measure_drift(local.anchor, model.params)
-        if commit.base != self._replay.digest:
-            local = self._take_kept_anchor(local)
+        replay, name = self._replay, self._options.name
+        part, outbox, fragment = model[replay.fragment], self._outbox, replay.fragment
+        flight, ahead = outbox.flight, measure_drift(part.local.anchor, part.params)
+        if commit.base != replay.base:
+            self._take_kept_anchors(model)
+        local = part.local
         self._too_few_since = None
         bodies = {member.name: member.body for member in commit.members}
         is_counted = flight is not None and bodies.get(name) == flight.body
-        expected = tuple(sorted({*self._replay.expected, *bodies, *commit.missing}))
-        shared = self._replay.advance(local, commit)
+        expected = tuple(sorted({*replay.expected, *bodies, *commit.missing}))
+        shared = replay.advance(local, commit)
         if flight is not None and is_counted:
             ahead = subtract(ahead, flight.ahead)
-            local = self._take_counted(local, flight)
-            is_slow = protocol.is_too_old(flight.body, self._replay.round - 1, 1)
+            local = self._take_counted(local, outbox)
+            is_slow = protocol.is_too_old(flight.body, replay.round - 1, 1)
             self._late = self._late + 1 if is_slow else 0
             self._note(counted=True, examples=self._report.examples + flight.record.examples)
         else:
-            self._outbox.next_round()
+            outbox.next_round()
             is_late = name not in commit.differing and name not in commit.damaged
             self._note(counted=False, late=is_late or self._report.late)
-            ahead = self._drop_old(ahead)
-            local = move_counts(local, np.int32(self._replay.round))
-        model.local = with_shared(local, shared)
-        model.params = rebase(shared.anchor, model.params, ahead)
+            ahead = self._drop_old(ahead, fragment)
+            local = move_counts(local, np.int32(replay.round))
+        part.local = with_shared(local, shared)
+        part.params = rebase(shared.anchor, part.params, ahead)
         self._store.forget_answers()
         self._note(members=tuple(bodies), missing=commit.missing, expected=expected)
-        self._warn_if_alone(commit)
-        if commit.by == name and self._replay.round % self._replay.run.keep_every == 0 and self._entered:
-            arrays = copy_shared_to_host(shared)
+        self._warn_if_alone(commit, outbox)
+        if commit.by == name and replay.round % replay.run.keep_every == 0 and self._entered:
+            arrays = copy_shared_to_host([select_shared(part.local) for part in model])
             if jax.process_index() == 0:
-                replay = self._replay
-                self._cleaner.start(replay.round, replay.digest, replay.counted, arrays, replay.rounds)
+                self._cleaner.start(replay.round, replay.digest, replay.counted_bodies(), arrays, replay.rounds)
         return is_counted
 
-    def _take_counted(self, local: LocalStepsState, flight: InFlight) -> LocalStepsState:
-        """The state without what a round has taken of it."""
-        self._outbox.clear()
+    def _take_counted(self, local: LocalStepsState, outbox: Outbox) -> LocalStepsState:
+        """The state without the drift that is under way, which a round has taken."""
+        flight = outbox.flight
+        assert flight is not None
+        outbox.clear()
         record = flight.record
         return subtract_counts(
             local._replace(reducer=(flight.reducer,)),
@@ -663,21 +739,22 @@ class Island:
             np.float32(flight.rates),
         )
 
-    def _drop_old(self, ahead: PyTree) -> PyTree:
+    def _drop_old(self, ahead: PyTree, fragment: int) -> PyTree:
         """Gives up a drift that no later round can count: it is encoded again, with all that came since.
 
         Returns what is then ahead of the global parameters.
         """
-        flight, replay = self._outbox.flight, self._replay
-        if flight is not None and (not replay.lasts or protocol.is_too_old(flight.body, replay.round, replay.rounds)):
-            self._outbox.clear()
+        outbox, replay = self._outboxes[fragment], self._replay
+        flight, number = outbox.flight, self._schedule.next_round(fragment, replay.round)
+        if flight is not None and (not replay.lasts or protocol.is_too_old(flight.body, number, replay.rounds)):
+            outbox.clear()
             return self._with_drift(ahead, flight)
         return ahead
 
-    def _warn_if_alone(self, commit: Commit) -> None:
+    def _warn_if_alone(self, commit: Commit, outbox: Outbox) -> None:
         is_lonely = len(commit.members) == 1 and bool(commit.missing)
         if is_lonely and not self._is_lonely:
-            seconds = self._outbox.upload_seconds
+            seconds = outbox.upload_seconds
             logger.warning(
                 "round %d has one member, %s, and %s came too late for round_timeout=%g s%s: raise round_timeout, or "
                 "send less (a reducer of fewer bits, a longer sync_period)",
@@ -692,47 +769,60 @@ class Island:
 
     # Catching up
 
-    def _take_run(self, local: LocalStepsState, params: PyTree) -> tuple[LocalStepsState, PyTree]:
+    def _take_run(self, model: list[Part]) -> None:
         """Enters the run where it is; a state that is just as far keeps its progress."""
-        own_round, own_digest, model = int(to_host(local.rounds)[0]), self._replay.digest, MeetingState(local, params)
-        ahead, kept = measure_drift(local.anchor, params), local.reducer[0]
+        replay, locals_ = self._replay, [part.local for part in model]
+        own_round, own_digest = max(int(to_host(local.rounds)[0]) for local in locals_), replay.digest
+        params = [part.params for part in model]
+        aheads = [measure_drift(part.local.anchor, part.params) for part in model]
+        kept = [local.reducer[0] for local in locals_]
         while True:
-            anchor, model.local = self._replay.load_newest(model.local)
-            model.params = rebase(model.local.anchor, params, zeros_like(ahead))
-            self._replay.go_to(anchor)
+            anchor, locals_ = replay.load_newest(locals_)
+            for part, local, own, ahead in zip(model, locals_, params, aheads, strict=True):
+                part.local, part.params = local, rebase(local.anchor, own, zeros_like(ahead))
+            replay.go_to(anchor, locals_)
             with suppress(_LeftBehindError):
-                while (commit := self._replay.read_commit(self._replay.round)) is not None:
+                while (commit := replay.read_commit(replay.round)) is not None:
                     self._apply(model, commit)
                 break
-        # The drift of an earlier process of this name will count in the open round: it must not be sent again.
-        is_sent = self._store.get(self._name("drift")) is not None
-        here = (self._replay.round, self._replay.digest)
-        self._keeps_progress = (own_round, own_digest) == here and not is_sent
-        if self._keeps_progress:
-            model.params = rebase(model.local.anchor, params, ahead)
-        else:
-            # What this residual holds may have been sent since.
-            fresh = self._config.reducer.init(model.local.anchor)
-            kept = jax.tree.map(lambda x, y: place_leaf(x, y.sharding), bind(fresh, None), kept)
-            model.local = with_shared(model.local._replace(reducer=(kept,)), select_shared(model.local))
-            model.local = restart_counts(model.local, np.int32(self._replay.round))
-        return model.local, model.params
+            locals_ = [part.local for part in model]
+        is_here, self._keeps_progress = (own_round, own_digest) == (replay.round, replay.digest), False
+        for fragment, part in enumerate(model):
+            # The drift of an earlier process of this name will count in an open round: it must not be sent again.
+            number = self._schedule.next_round(fragment, replay.round)
+            is_sent = self._store.get(round_name(number, "drift", self._options.name)) is not None
+            if is_here and not is_sent:
+                self._keeps_progress = True
+                part.params = rebase(part.local.anchor, params[fragment], aheads[fragment])
+            else:
+                part.local = self._with_fresh_reducer(part.local, kept[fragment], fragment)
 
-    def _jump(self, model: MeetingState) -> None:
+    def _with_fresh_reducer(self, local: LocalStepsState, like: PyTree, fragment: int) -> LocalStepsState:
+        """The state without what its reducer has kept, which may have been sent since, and without counts."""
+        fresh = bind(self._config.init_reducer(fragment, local.anchor), None)
+        fresh = jax.tree.map(lambda x, y: place_leaf(x, y.sharding), fresh, like)
+        local = with_shared(local._replace(reducer=(fresh,)), select_shared(local))
+        return restart_counts(local, np.int32(self._replay.round))
+
+    def _jump(self, model: list[Part]) -> None:
         """Goes on from kept parameters, where the rounds before them are gone. What none of them took is kept."""
         check_same(self._store, self._replay.run)
-        flight, ahead = self._outbox.flight, measure_drift(model.local.anchor, model.params)
-        anchor, local = self._replay.load_newest(model.local)
-        self._replay.go_to(anchor)
-        self._outbox.next_round()
-        if flight is not None and (self._options.name, flight.body) in anchor.counted:
-            ahead = subtract(ahead, flight.ahead)
-            local = with_shared(self._take_counted(local, flight), select_shared(local))
-            self._note(counted=True, examples=self._report.examples + flight.record.examples)
-        ahead = self._drop_old(ahead)
-        model.local, model.params = local, rebase(local.anchor, model.params, ahead)
+        aheads = [measure_drift(part.local.anchor, part.params) for part in model]
+        anchor, locals_ = self._replay.load_newest([part.local for part in model])
+        self._replay.go_to(anchor, locals_)
+        for fragment, (part, local, ahead) in enumerate(zip(model, locals_, aheads, strict=True)):
+            outbox = self._outboxes[fragment]
+            flight = outbox.flight
+            outbox.next_round()
+            if flight is not None and self._replay.has_counted(self._options.name, flight.body):
+                ahead = subtract(ahead, flight.ahead)
+                local = with_shared(self._take_counted(local, outbox), select_shared(local))
+                self._note(counted=True, examples=self._report.examples + flight.record.examples)
+            ahead = self._drop_old(ahead, fragment)
+            part.params = rebase(local.anchor, part.params, ahead)
+            part.local = local
 
-    def _take_kept_anchor(self, local: LocalStepsState) -> LocalStepsState:
+    def _take_kept_anchors(self, model: list[Part]) -> None:
         """Takes the kept global parameters and the rounds since, where this island has others than the run."""
         self._differing += 1
         if self._differing >= DIFFERING_IS_FATAL:
@@ -740,7 +830,12 @@ class Island:
                 f"the global parameters of {self._options.name!r} differ from those of the run for the "
                 f"{self._differing}rd time: this hardware or version rounds in another way; use that of the others"
             )
-        return self._replay.rebuild(local)
+        locals_ = self._replay.rebuild([part.local for part in model])
+        for fragment, (part, local) in enumerate(zip(model, locals_, strict=True)):
+            if fragment != self._replay.fragment:
+                ahead = measure_drift(part.local.anchor, part.params)
+                part.params = rebase(local.anchor, part.params, ahead)
+            part.local = local
 
     # Small parts
 
@@ -760,7 +855,7 @@ class Island:
 
     def _catch_up(self, local: LocalStepsState) -> LocalStepsState:
         """The state at the step of the run; ahead of it are only the steps of progress that is kept."""
-        steps, count = self._replay.round * self._config.sync_period, int(to_host(local.count))
+        steps, count = self._schedule.steps_before(self._replay.round), int(to_host(local.count))
         if count == steps or (count > steps and self._keeps_progress):
             return local
         return catch_up(self._config.inner, local, np.int32(min(steps, np.iinfo(np.int32).max)), count > steps)
@@ -790,12 +885,17 @@ class Island:
     def _name(self, kind: str) -> str:
         return round_name(self._replay.round, kind, self._options.name)
 
-    def _begin_counts(self, local: LocalStepsState) -> LocalStepsState:
-        """The counts of an island that enters: those of the progress that it has kept, and otherwise none."""
-        number = np.int32(self._replay.round)
-        if not int(to_host(local.since)[0]):
-            return restart_counts(local, number)
-        return move_counts(local, number)
+    def _begin_counts(self, local: LocalStepsState, params: PyTree) -> tuple[LocalStepsState, PyTree]:
+        """The model of an island that enters, at the step of the run, and its counts.
+
+        These are of the progress that it has kept, and otherwise none.
+        """
+        assert self._division is not None
+        model, number = self._division.split(self._catch_up(local), params), np.int32(self._replay.round)
+        for part in model:
+            begin = move_counts if int(to_host(part.local.since)[0]) else restart_counts
+            part.local = begin(part.local, number)
+        return self._division.join(model)
 
     def _check_name(self) -> None:
         if run.newest_session(self._store, self._options.name) > self._session:

@@ -97,7 +97,6 @@ def join(
     config = method_of(tx)
     problems = {
         "axis=None": config.axis is None,
-        "fragments=1": config.fragments.number == 1,
         "delay=0 (overlap=True of join hides the exchange)": not config.delay,
         "warmup_steps=0": not config.warmup_steps,
         "merge_alpha=0": not config.merge_alpha,

@@ -12,13 +12,6 @@ from ..local_sgd.state import LocalStepsState
 from ..state.marks import PerWorker, with_value
 
 
-class MeetingState:
-    """What a meeting changes: the state of `local_steps` and the parameters."""
-
-    def __init__(self, local: LocalStepsState, params: PyTree):
-        self.local, self.params = local, params
-
-
 def find_model(state: PyTree) -> tuple[LocalStepsState, PyTree]:
     """Returns the only `LocalStepsState` of a training state, and the only tree beside it that is like its anchor.
 

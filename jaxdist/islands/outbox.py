@@ -127,16 +127,18 @@ class Sender:
 
 
 class Outbox:
-    """Sends one drift at a time. All processes of an island call the same functions.
+    """Sends one drift of a fragment at a time. All processes of an island call the same functions.
 
     Attributes:
       flight: the drift that is under way.
       upload_seconds: how long the last upload took; `None` before the first.
+      uploading: the body whose upload has not ended, and since when; `None` if there is none.
     """
 
     def __init__(self, store: Connection):
         self.flight: InFlight | None = None
         self.upload_seconds: float | None = None
+        self.uploading: tuple[str, float] | None = None
         self._store = store
         # In process 0.
         self._sender: Sender | None = None

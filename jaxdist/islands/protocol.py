@@ -15,6 +15,11 @@ bodies/00000020/HASH          bytes under their own hash, encoded while round 20
 
 A body is sent while rounds go on, so that a record may name one of an earlier round; but not of one that is more than
 `most_rounds` old. So what no commit will ever name follows from numbers alone.
+
+With fragments, each round is of one of them, in turn (`fragments.Schedule`). Its drifts, and the body of an earlier
+round that it may count, have the leaves of that fragment alone, and its `base` is the digest of that fragment. Until
+its own round the global parameters of a fragment stay as they are. So an island that leaves can put the drifts of all
+fragments into the rounds to come.
 """
 
 import enum
@@ -41,7 +46,7 @@ _FORMS = {
     "rounds": re.compile(r"rounds/[0-9]+/(commit|[^/]+/[^/]+)"),
     "bodies": re.compile(r"bodies/[0-9]+/[0-9a-f]+"),
 }
-# A body can be counted for at least so many rounds.
+# A body can be counted for at least so many rounds of its fragment.
 FEWEST_ROUNDS = 8
 # The share of `round_timeout` that is left to the others where most of a meeting went into an upload.
 LEAST_WAIT = 0.5
@@ -74,7 +79,7 @@ class Drift(NamedTuple):
       session: the process that sent it.
       body: the round and the hash of its bytes.
       bytes: their number.
-      base: the digest of the global parameters of the round.
+      base: the digest of the global parameters of the round, of its fragment.
       weight: in the mean: its number of examples, of several rounds that of one.
       examples: all that it was trained on; 0 if the steps counted none.
       steps: their number, which may be those of several rounds.
@@ -127,7 +132,8 @@ class Anchor(NamedTuple):
     Attributes:
       body: the round and the hash of its bytes.
       digest: that of its arrays.
-      counted: islands and the body of the last drift that a round took of each, the most recent ones last.
+      counted: islands and the body of the last drift that a round took of each and each fragment, the most recent ones
+        last.
     """
 
     round: int
@@ -167,14 +173,19 @@ def is_of_run(name: str) -> bool:
     return form is None or form.fullmatch(name) is not None
 
 
-def most_rounds(keep_every: int) -> int:
+def most_rounds(keep_every: int, fragments: int = 1) -> int:
     """For so many rounds a body can be counted: those from the one in which it was encoded."""
-    return max(keep_every, FEWEST_ROUNDS)
+    return max(keep_every, FEWEST_ROUNDS * fragments)
 
 
 def is_too_old(place: str, number: int, rounds: int) -> bool:
     """Whether a body can be counted no more in round `number`, where bodies are for so many rounds."""
-    return int(place.partition("/")[0]) <= number - rounds
+    return round_of(place) <= number - rounds
+
+
+def round_of(place: str) -> int:
+    """The round of a body: that in which it was encoded, or for which, by an island that leaves."""
+    return int(place.partition("/")[0])
 
 
 def is_intact(place: str, body: bytes) -> bool:

@@ -5,6 +5,7 @@ every process that reads them (`Replay`) computes the same bits, whether it take
 """
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from .._core.types import PyTree, State
+from .._stores.base import hash_of
 from ..compressors.compressor import DamagedCodeError
 from ..local_sgd.state import LocalStepsState
 from . import identity, protocol
@@ -34,6 +36,7 @@ from .exchange import (
     take_outer_step,
     with_shared,
 )
+from .fragments import Division, divide, schedule_of
 from .protocol import Anchor, Commit, most_rounds
 
 logger = logging.getLogger("jaxdist.islands")
@@ -115,25 +118,22 @@ class Replay:
 
     Attributes:
       round: the open round.
-      digest: of the global parameters before it.
+      schedule: which fragment a round is of.
+      digests: of the global parameters before it, by fragment.
       expected: the islands that the last commit expects in it.
-      counted: the bodies that the last rounds took, by island.
+      counted: the bodies that the last rounds took, by island and fragment.
       needs_rate: whether the outer step needs the learning rate of the inner ones.
       run: which run it is.
       kept: the round of the kept global parameters that it has started from.
       lasts: whether a drift may count in a later round than that in which it was encoded.
     """
 
-    @property
-    def rounds(self) -> int:
-        """For so many rounds a body can be counted."""
-        return most_rounds(self.run.keep_every)
-
     def __init__(self, store: Connection, config: Any):
         self.method = RoundMethod(config.reducer, config.outer, config.merge)
-        self.round, self.digest = 0, ""
+        self.schedule = schedule_of(config)
+        self.round, self.digests = 0, [""] * self.schedule.number
         self.expected: tuple[str, ...] = ()
-        self.counted: dict[str, str] = {}
+        self.counted: dict[tuple[str, int], str] = {}
         self.needs_rate = False
         self.run, self.kept = identity.NO_RUN, 0
         # Whether a round counts what was encoded in an earlier one.
@@ -141,49 +141,80 @@ class Replay:
         # The name of the kept parameters that are on their way.
         self._wanted: str | None = None
         self._store, self._config, self._reducer = store, config, config.reducer
-        self._payload: list[Any] = []
-        self._updates: Any = None
+        # What the drift of each fragment consists of.
+        self._payloads: list[list[Any]] = []
+        self._updates: list[Any] = []
         self._bodies: dict[str, list[Any]] = {}
-        # This island's own drift, which several rounds may read.
-        self.own: tuple[str, list[Any]] | None = None
+        # This island's own drift of each fragment, which several rounds may read.
+        self.own: dict[int, tuple[str, list[Any]]] = {}
+
+    @property
+    def rounds(self) -> int:
+        """For so many rounds a body can be counted."""
+        return most_rounds(self.run.keep_every, self.schedule.number)
+
+    @property
+    def fragment(self) -> int:
+        """The fragment of the open round."""
+        return self.schedule.fragment_in(self.round)
+
+    @property
+    def base(self) -> str:
+        """The digest that drifts of the open round start from: that of its fragment."""
+        return self.digests[self.fragment]
+
+    @property
+    def digest(self) -> str:
+        """The digest of all global parameters before the open round."""
+        return self.digests[0] if len(self.digests) == 1 else hash_of("".join(self.digests).encode())
 
     def open(
         self, local: LocalStepsState, params: PyTree | None, *, place: str, keep_every: int = 1, begin: bool = False
-    ) -> None:
+    ) -> Division:
         """Checks the model and the method against those of the run, which this opens if there is none and it may.
 
         Without `params`, as where one only reads, the dtypes of parameters are not compared.
 
+        Returns:
+          The fragments of the model.
+
         Raises:
-          ValueError: the reducer sends no message of its own or several.
+          ValueError: the reducer sends no message of its own or several, or a fragment has no leaves.
           RunMismatchError: the run has another model or method.
           RunMissingError: there is no run, and `begin` is false.
         """
-        self._payload = check_reducer(self._reducer, local.anchor)
-        self._updates = jax.eval_shape(lambda anchor: anchor, local.anchor)
-        self.lasts = decodes_alike_later(self._reducer, local.anchor)
+        division = divide(self._config, local.anchor)
+        parts = division.split(local, local.anchor if params is None else params)
+        anchors = [part.local.anchor for part in parts]
+        self._payloads = [check_reducer(self._reducer, anchor) for anchor in anchors]
+        self._updates = [jax.eval_shape(lambda anchor: anchor, anchor) for anchor in anchors]
+        self.lasts = all(decodes_alike_later(self._reducer, anchor) for anchor in anchors)
         self.needs_rate = needs_rate(self.method.outer, local.anchor)
         describe = partial(
             identity.describe,
             self.method,
             local,
             params,
-            self._payload,
+            parts,
+            self._payloads,
             sync_period=self._config.sync_period,
             needs_rate=self.needs_rate,
+            fragments=division.describe(self.schedule),
         )
         self.run = identity.open_run(self._store, describe, place=place, keep_every=keep_every, begin=begin)
-        self.digest = digest_of(select_shared(local))
+        self._name_bits([part.local for part in parts])
+        return division
 
-    def go_to(self, anchor: protocol.Anchor) -> None:
-        """Makes the round after kept global parameters the open one."""
-        self.round, self.digest, self.counted = anchor.round, anchor.digest, dict(anchor.counted)
-        self.kept = anchor.round
+    def go_to(self, anchor: protocol.Anchor, locals_: Sequence[LocalStepsState]) -> None:
+        """Makes the round after kept global parameters, which these states have, the open one."""
+        self.round, self.kept = anchor.round, anchor.round
+        self.counted = {self._key(name, body): body for name, body in anchor.counted}
+        self._name_bits(locals_)
         before = read_commit(self._store, anchor.round - 1) if anchor.round else None
         self.expected, self._bodies = () if before is None else before.expected, {}
 
-    def load_newest(self, local: LocalStepsState) -> tuple[protocol.Anchor, LocalStepsState]:
-        """Reads the newest kept global parameters that are whole into a state; the open round stays.
+    def load_newest(self, locals_: Sequence[LocalStepsState]) -> tuple[protocol.Anchor, list[LocalStepsState]]:
+        """Reads the newest kept global parameters that are whole into states of fragments; the open round stays.
 
         The rounds since the last ones but one are there, too: from those the same parameters follow.
 
@@ -198,7 +229,7 @@ class Replay:
             for name in sorted(names, key=lambda name: (name == self._wanted, name), reverse=True):
                 self._wanted = name
                 try:
-                    found = self._load(name, local)
+                    found = self._load(name, locals_)
                 except DamagedError as error:
                     damage = damage or error
                     continue
@@ -220,8 +251,10 @@ class Replay:
             is_told = True
             self._store.sleep(LOOK_PAUSE)
 
-    def _load(self, name: str, local: LocalStepsState) -> tuple[protocol.Anchor, LocalStepsState] | None:
-        """Reads kept global parameters into a state; returns `None` if their record is deleted."""
+    def _load(
+        self, name: str, locals_: Sequence[LocalStepsState]
+    ) -> tuple[protocol.Anchor, list[LocalStepsState]] | None:
+        """Reads kept global parameters into states; returns `None` if their record is deleted."""
         record = self._store.get(name)
         if record is None:
             return None
@@ -232,19 +265,20 @@ class Replay:
             return None
         if body is None:
             raise DamagedError(f"the store has no body {anchor.body}, which {name} names; {identity.RESTORE}")
-        like = select_shared(local)
+        like = [select_shared(local) for local in locals_]
         shared = restore_shared(protocol.unpack(anchor.body, body, describe_shared(like)), like)
-        return anchor, with_shared(local, shared)
+        return anchor, list(map(with_shared, locals_, shared))
 
-    def follow(self, local: LocalStepsState) -> LocalStepsState:
+    def follow(self, locals_: Sequence[LocalStepsState]) -> list[LocalStepsState]:
         """Goes to the newest global parameters: the kept ones, and every round since."""
         while True:
-            anchor, local = self.load_newest(local)
-            self.go_to(anchor)
+            anchor, found = self.load_newest(locals_)
+            self.go_to(anchor, found)
             with suppress(_LeftBehindError):
                 while (commit := self.read_commit(self.round)) is not None:
-                    local = with_shared(local, self.advance(local, commit))
-                return local
+                    fragment = self.fragment
+                    found[fragment] = with_shared(found[fragment], self.advance(found[fragment], commit))
+                return found
 
     def read_commit(self, number: int) -> Commit | None:
         """The end of a round, or `None` before it; there is one for ever.
@@ -263,30 +297,50 @@ class Replay:
             raise _LeftBehindError
 
     def advance(self, local: LocalStepsState, commit: Commit) -> Shared:
-        """Takes the outer step of the open round, and makes the next one the open round."""
+        """Takes the outer step of the open round, of whose fragment this is the state; the next round is open then."""
+        fragment = self.fragment
         shared = self._take_step(select_shared(local), local.reducer[0], commit, self.round)
         self.round, self._bodies = self.round + 1, {}
-        self.digest, self.expected = digest_of(shared), commit.expected
+        self.digests[fragment], self.expected = digest_of(shared), commit.expected
         # The islands that sent most recently come last.
-        bodies = {member.name: member.body for member in commit.members}
-        counted = {name: body for name, body in self.counted.items() if name not in bodies} | bodies
-        self.counted = dict(list(counted.items())[-MOST_NAMES:])
+        bodies = {(member.name, fragment): member.body for member in commit.members}
+        counted = {key: body for key, body in self.counted.items() if key not in bodies} | bodies
+        self.counted = dict(list(counted.items())[-MOST_NAMES * self.schedule.number :])
         return shared
 
-    def rebuild(self, local: LocalStepsState) -> LocalStepsState:
+    def rebuild(self, locals_: Sequence[LocalStepsState]) -> list[LocalStepsState]:
         """Computes the global parameters before the open round again, from the kept ones."""
-        anchor, local = self.load_newest(local)
+        anchor, found = self.load_newest(locals_)
         if anchor.round > self.round:
             raise _LeftBehindError
         for number in range(anchor.round, self.round):
-            commit = self.read_commit(number)
+            commit, fragment = self.read_commit(number), self.schedule.fragment_in(number)
             assert commit is not None
-            local = with_shared(local, self._take_step(select_shared(local), local.reducer[0], commit, number))
-        return local
+            local = found[fragment]
+            shared = self._take_step(select_shared(local), local.reducer[0], commit, number)
+            found[fragment] = with_shared(local, shared)
+        self._name_bits(found)
+        return found
 
-    def keep_first(self, local: LocalStepsState) -> None:
+    def keep_first(self, locals_: Sequence[LocalStepsState]) -> None:
         """Keeps the global parameters that the run begins with."""
-        keep_anchor(self._store, self.round, self.digest, self.counted, copy_shared_to_host(select_shared(local)))
+        arrays = copy_shared_to_host([select_shared(local) for local in locals_])
+        keep_anchor(self._store, self.round, self.digest, self.counted_bodies(), arrays)
+
+    def counted_bodies(self) -> list[tuple[str, str]]:
+        """Islands and the bodies that the last rounds took of them, as the record of kept parameters has them."""
+        return [(name, body) for (name, _), body in self.counted.items()]
+
+    def has_counted(self, name: str, body: str) -> bool:
+        """Whether this body is the last one of its fragment that a round took of an island."""
+        return self.counted.get(self._key(name, body)) == body
+
+    def _key(self, name: str, body: str) -> tuple[str, int]:
+        # The round in the name of a body is one of its fragment.
+        return name, self.schedule.fragment_in(protocol.round_of(body))
+
+    def _name_bits(self, locals_: Sequence[LocalStepsState]) -> None:
+        self.digests = [digest_of(select_shared(local)) for local in locals_]
 
     def body(self, place: str, number: int) -> list[Any]:
         """The arrays of a drift of a round; read once for the commit and the outer step.
@@ -294,34 +348,36 @@ class Replay:
         Raises:
           DamagedError: the body is missing, or its bytes are not those that its hash names.
         """
-        if self.own is not None and self.own[0] == place:
-            return self.own[1]
+        fragment = self.schedule.fragment_in(number)
+        own, arrays = self.own.get(fragment, ("", []))
+        if own == place:
+            return arrays
         if place not in self._bodies:
             body = self._store.get(protocol.body_name(place))
             if body is None:
                 self.check_not_forgotten(number)
                 raise DamagedError(f"the store has no body {place}, which a drift names")
-            self._bodies[place] = self._decode(place, body)
+            self._bodies[place] = self._decode(place, body, fragment)
         return self._bodies[place]
 
-    def pack_body(self, tag: str, arrays: list[Any]) -> tuple[str, bytes]:
-        """Returns the place and the bytes of the body with the arrays of this island's drift."""
-        codec = self._reducer.forms.codec
+    def pack_body(self, tag: str, arrays: list[Any], number: int) -> tuple[str, bytes]:
+        """Returns the place and the bytes of the body with the arrays of this island's drift of a round."""
+        codec, fragment = self._reducer.forms.codec, self.schedule.fragment_in(number)
         if codec is not None:
-            arrays = [np.frombuffer(codec.encode(arrays, self._updates), np.uint8)]
+            arrays = [np.frombuffer(codec.encode(arrays, self._updates[fragment]), np.uint8)]
         body = protocol.pack(tag, arrays)
-        place = protocol.body_place(self.round, body)
+        place = protocol.body_place(number, body)
         # Decoded as all islands decode it, so that their bits are the same.
-        self.own = (place, self._decode(place, body))
+        self.own[fragment] = (place, self._decode(place, body, fragment))
         return place, body
 
-    def _decode(self, place: str, body: bytes) -> list[Any]:
+    def _decode(self, place: str, body: bytes, fragment: int) -> list[Any]:
         codec = self._reducer.forms.codec
         if codec is None:
-            return protocol.unpack(place, body, self._payload)
+            return protocol.unpack(place, body, self._payloads[fragment])
         (code,) = protocol.unpack(place, body, None)
         try:
-            return codec.decode(code.tobytes(), self._updates)
+            return codec.decode(code.tobytes(), self._updates[fragment])
         except DamagedCodeError as error:
             raise DamagedError(f"the body {place} is no code of {codec.name}: {error}") from error
 

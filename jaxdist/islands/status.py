@@ -154,6 +154,6 @@ def read(
     connection.deadline = connection.now() + READ_SECONDS
     replay = Replay(connection, method_of(tx))
     local: Any = tx.init(jax.tree.map(jnp.asarray, params))
-    replay.open(local, None, place=place_of(url))
-    params = replay.follow(local).anchor
-    return replay.round, params
+    division = replay.open(local, None, place=place_of(url))
+    found = replay.follow(division.split_locals(local))
+    return replay.round, division.join_locals(found).anchor

@@ -217,7 +217,7 @@ class LocalStepsMethod(NamedTuple):
                 merge_alpha=self.merge_alpha,
                 warmup_steps=self.warmup_steps,
             )
-        reducers = [init_reducer(self.reducer, part) for part in parts]
+        reducers = [self.init_reducer(i, part) for i, part in enumerate(parts)]
         return LocalStepsState(
             count=jnp.zeros((), jnp.int32),
             since=jnp.zeros(number, jnp.int32),
@@ -228,10 +228,15 @@ class LocalStepsMethod(NamedTuple):
             outer=tuple(self.outer.init(part) for part in parts),
             inner=mark_inner(inner, self.axis),
             examples=bind(PerWorker(jnp.zeros(len(jax.tree.leaves(anchor)), jnp.float32), resize="mean"), self.axis),
-            # Fragments draw different numbers.
-            reducer=tuple(bind(fold_keys(x, i) if i else x, self.axis) for i, x in enumerate(reducers)),
+            reducer=tuple(bind(x, self.axis) for x in reducers),
             sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if self.keeps_sent else ()), self.axis),
         )
+
+    def init_reducer(self, fragment: int, part: Updates) -> State:
+        """The first state of the reducer of a fragment, whose part of the anchor this is."""
+        state = init_reducer(self.reducer, part)
+        # Fragments draw different numbers.
+        return fold_keys(state, fragment) if fragment else state
 
     def update(
         self,

@@ -8,12 +8,25 @@ import numpy as np
 import optax
 import pytest
 from island_stores import PROBE_CALLS, KilledError, archived, interrupted, killing, written_once
-from islands_run import GOALS, begin, decoded, global_params, left_of, method, step_of, total, train, wait_for_threads
+from islands_run import (
+    GOALS,
+    begin,
+    bodies_under_way,
+    decoded,
+    global_params,
+    left_of,
+    method,
+    step_of,
+    total,
+    train,
+    wait_for_threads,
+)
 from problems import assert_close
 
 from jaxdist import islands
 
 # By default every fourth call of the store, else each of them.
+each_number = pytest.mark.parametrize("fragments", [1, 2])
 each_stride = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 
 
@@ -27,10 +40,12 @@ def meet_until_counted(island, state):
 
 
 @pytest.mark.slow
+@each_number
 @each_stride
-def test_a_kill_between_any_two_calls_of_the_store_stops_no_other_island(stride):
+def test_a_kill_between_any_two_calls_of_the_store_stops_no_other_island(stride, fragments):
     """Neither one that is there, nor the next of that name, nor one that comes later."""
-    tx, state = method(), begin(method())
+    tx = method(fragments=fragments)
+    state = begin(tx)
     options = {"step": step_of(tx), "state": state, "round_timeout": 0.01, "keep_every": 1}
     finished = False
     for moment in itertools.count(PROBE_CALLS - 1, stride):
@@ -57,10 +72,11 @@ def test_a_kill_between_any_two_calls_of_the_store_stops_no_other_island(stride)
 
 
 @pytest.mark.slow
+@each_number
 @each_stride
-def test_a_new_island_counts_in_the_round_that_it_enters_or_the_next(stride):
+def test_a_new_island_counts_in_the_round_that_it_enters_or_the_next(stride, fragments):
     """Whatever the other does between any two of its calls of the store; and it has the same bits at once."""
-    tx = method("4 bits with feedback")
+    tx = method("4 bits with feedback", fragments=fragments)
     step, options = step_of(tx), {"round_timeout": 0.02, "keep_every": 2}
     for moment in itertools.count(PROBE_CALLS, stride):
         store, others, digests, interruptions = written_once(), [], {}, []
@@ -92,10 +108,19 @@ def test_a_new_island_counts_in_the_round_that_it_enters_or_the_next(stride):
 
 @pytest.mark.sampled(13)
 @each_stride
-@pytest.mark.parametrize(("reducer", "overlap"), [("exact", False), ("exact", True), ("4 bits with feedback", False)])
-def test_a_long_pause_before_any_call_of_the_store_loses_and_doubles_nothing(reducer, overlap, stride):
+@pytest.mark.parametrize(
+    ("reducer", "overlap", "fragments"),
+    [
+        ("exact", False, 1),
+        ("exact", True, 1),
+        ("4 bits with feedback", False, 1),
+        ("4 bits with feedback", False, 2),
+        ("exact", True, 2),
+    ],
+)
+def test_a_long_pause_before_any_call_of_the_store_loses_and_doubles_nothing(reducer, overlap, fragments, stride):
     """While one island pauses, the other goes on so far that what the one was reading is forgotten."""
-    tx = method(reducer, inner=optax.sgd(0.1))
+    tx = method(reducer, inner=optax.sgd(0.1), fragments=fragments)
     step, options = step_of(tx), {"keep_every": 2, "round_timeout": 0.004, "overlap": overlap}
     for moment in itertools.count(0, stride):
         store, bodies, commits = archived(islands.memory())
@@ -103,7 +128,7 @@ def test_a_long_pause_before_any_call_of_the_store_loses_and_doubles_nothing(red
 
         def go_on(digests=digests, others=others, paused=paused):
             paused.append(True)
-            for _ in range(7 if others else 0):
+            for _ in range(7 * fragments if others else 0):
                 state, report = fast.meet(step(others.pop(), GOALS[1]))
                 others.append(state)
                 digests[report.round].add(report.digest)
@@ -124,13 +149,12 @@ def test_a_long_pause_before_any_call_of_the_store_loses_and_doubles_nothing(red
             # Another thread may be making its pause.
             slow._stop_threads()
             wait_for_threads(slow)
-            # A drift that is under way is still ahead of this island's anchor.
-            ahead = slow._outbox.flight.body if slow._outbox.flight else None
+            ahead = bodies_under_way(slow)
         if not paused:
             break
         assert {number: found for number, found in digests.items() if len(found) > 1} == {}
         members = [member for commit in commits.values() for member in commit.members]
-        drifts = [member.body for member in members if member.name == "slow" and member.body != ahead]
+        drifts = [member.body for member in members if member.name == "slow" and member.body not in ahead]
         taken = [decoded(bodies[place], place, tx, state) for place in drifts]
         assert_close(jax.tree.map(lambda *terms: sum(terms), left_of(state), *taken), moved, tolerance=1e-5)
     assert moment > 30

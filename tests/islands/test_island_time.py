@@ -197,7 +197,7 @@ def test_an_upload_that_does_not_end_is_an_error_after_the_patience(overlap):
         for _ in range(3):
             state, report = island.meet(train_round(step, state))
         assert report.uploading
-        began = island._uploading[1]
+        began = island._outbox.uploading[1]
         gate.open()
         wait_for_threads(island)
         gate._open.clear()
@@ -206,7 +206,7 @@ def test_an_upload_that_does_not_end_is_an_error_after_the_patience(overlap):
         assert report.counted
         while not report.uploading:
             state, report = island.meet(train_round(step, state))
-        assert island._uploading[1] > began
+        assert island._outbox.uploading[1] > began
         island._options = island._options._replace(patience=0.1)
         time.sleep(0.2)
         with pytest.raises(islands.OfflineError, match=r"upload of \d+ bytes by 'a' has not ended .*patience=0\.1"):

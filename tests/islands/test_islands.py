@@ -35,9 +35,9 @@ import jaxdist as jd
 from jaxdist import islands
 from jaxdist.islands import protocol
 from jaxdist.islands.connection import Connection
-from jaxdist.islands.exchange import RoundMethod
 from jaxdist.islands.island import LATE_IS_SLOW
 from jaxdist.islands.run import Replay
+from jaxdist.local_sgd.local_steps import method_of
 
 each_reducer = pytest.mark.parametrize("reducer", REDUCERS)
 
@@ -261,10 +261,11 @@ def test_a_code_shortens_bodies_and_changes_no_bit():
 
 def test_a_body_that_is_no_code_is_damaged():
     reducer, body = jd.compressed(jd.qsgd(4, code="entropy")), protocol.pack("x", [np.zeros(9, np.uint8)])
-    replay = Replay(Connection(islands.memory()), RoundMethod(reducer, outer()))
-    replay._updates = jnp.zeros(40)
+    tx = jd.local_steps(optax.sgd(0.1), outer(), sync_period=H, reducer=reducer, axis=None)
+    replay = Replay(Connection(islands.memory()), method_of(tx))
+    replay._updates = [jnp.zeros(40)]
     with pytest.raises(islands.DamagedError, match="is no code of entropy 4 512: "):
-        replay._decode(protocol.hash_of(body), body)
+        replay._decode(protocol.hash_of(body), body, 0)
 
 
 def test_overlap_takes_the_round_at_the_next_meeting_and_keeps_what_came_since():

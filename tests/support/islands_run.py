@@ -14,6 +14,8 @@ import optax
 import jaxdist as jd
 from jaxdist import islands
 from jaxdist.islands import exchange, protocol
+from jaxdist.islands.fragments import divide, schedule_of
+from jaxdist.local_sgd.fragments import merge
 from jaxdist.local_sgd.local_steps import method_of
 
 H = 4
@@ -118,24 +120,41 @@ def contribution(store, name, number, tx, state):
 
 
 def decoded(body, place, tx, state):
-    payload, decode = decoder(tx)
+    """What a body adds: of a fragment, with zeros for the leaves of the others."""
+    config, local = method_of(tx), state.opt
+    division, fragment = divide(config, local.anchor), schedule_of(config).fragment_in(protocol.round_of(place))
+    parts = division.split_locals(local)
+    payload, decode = decoder(tx, fragment)
     arrays = [jnp.asarray(x) for x in protocol.unpack(place, body, payload)]
-    return total(decode(state.opt.anchor, arrays, state.opt.reducer[0])[0])
+    trees = [jax.tree.map(np.zeros_like, total(part.anchor)) for part in parts]
+    trees[fragment] = total(decode(parts[fragment].anchor, arrays, parts[fragment].reducer[0])[0])
+    return merge(trees, division.labels)
 
 
 @cache
-def decoder(tx):
-    """The shapes of what an island sends, and what decodes it, compiled once."""
-    reducer = method_of(tx).reducer
-    return exchange.check_reducer(reducer, begin(tx).opt.anchor), jax.jit(partial(exchange.decode, reducer))
+def decoder(tx, fragment):
+    """The shapes of what an island sends for a fragment, and what decodes it, compiled once."""
+    config, local = method_of(tx), begin(tx).opt
+    anchor = divide(config, local.anchor).split_locals(local)[fragment].anchor
+    return exchange.check_reducer(config.reducer, anchor), jax.jit(partial(exchange.decode, config.reducer))
 
 
 def left_of(state):
     """What no round has taken: progress ahead of the anchor, and the residual."""
     local = state.opt
     ahead = jax.tree.map(lambda a, p: a - p, total(local.anchor), total(state.params))
-    residual = getattr(local.reducer[0], "residual", None)
-    return ahead if residual is None else jax.tree.map(np.add, ahead, total(residual.value))
+    # Each has the leaves of one fragment.
+    residuals = [x for one in local.reducer for x in jax.tree.leaves(getattr(one, "residual", None))]
+    if not residuals:
+        return ahead
+    kept = [one.residual.value for one in local.reducer]
+    residual = jax.tree.map(lambda *xs: next(x for x in xs if x is not None), *kept, is_leaf=lambda x: x is None)
+    return jax.tree.map(np.add, ahead, total(residual))
+
+
+def bodies_under_way(island):
+    """The places of its drifts that are still ahead of its own copy of the global parameters."""
+    return {outbox.flight.body for outbox in island._outboxes if outbox.flight is not None}
 
 
 @contextlib.contextmanager
@@ -155,13 +174,15 @@ def compiled_programs():
 
 
 def wait_for_upload(island):
-    """Until its drift is in the store."""
-    if island._outbox._sender is not None:
-        island._outbox._sender.is_sent.wait()
+    """Until its drifts are in the store."""
+    for outbox in island._outboxes:
+        if outbox._sender is not None:
+            outbox._sender.is_sent.wait()
 
 
 def wait_for_threads(island):
     """Until what an island does beside its steps is done: it sends a drift, reads ahead, and cleans up."""
-    if island._outbox._sender is not None:
-        island._outbox._sender.join()
+    for outbox in island._outboxes:
+        if outbox._sender is not None:
+            outbox._sender.join()
     island._cleaner.join()
