@@ -2,18 +2,21 @@
 
     sudo python benchmarks/islands cost bytes --out benchmarks/reports/NAME           # and with --overlap
     python benchmarks/islands cost host --out benchmarks/reports/NAME
+    python benchmarks/islands cost fragments --out benchmarks/reports/NAME
 
 `bytes` compares what the interfaces of network namespaces count with what the library reports, and how long meetings
 take with what the link and the processor need; the store is a server of files (`links/files.py`), or with
 `--s3 PYTHON` moto's S3 server of that Python (`pip install 'moto[s3,server]'`), which is so slow that it hides the
 link. `host` has the processor time of the parts of a meeting. Both have 10.5 million parameters; `host` has one core.
-Records of runs add up in a file.
+`fragments` has the pauses of meetings with and without fragments side by side: two islands in threads of one process,
+each behind a link of its own that a sleep stands for. Records of runs add up in a file.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -39,11 +42,11 @@ SHAPE = (3000, 3500)
 PORT = 5000
 
 
-def make_method():
+def make_method(fragments=1):
     """DiLoCo with 4 bits and error feedback."""
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
-    return jd.local_steps(optax.sgd(0.1), outer, sync_period=20, reducer=reducer, axis=None)
+    return jd.local_steps(optax.sgd(0.1), outer, sync_period=20, fragments=fragments, reducer=reducer, axis=None)
 
 
 def measure_bytes(options):
@@ -187,6 +190,68 @@ def measure_host(options):
     return [row]
 
 
+def measure_fragments(options):
+    """Pauses and bytes of meetings: without fragments, with overlap, and with overlap and fragments, in turn."""
+    rows = []
+    for _ in range(options.repeat):
+        for fragments, overlap in ((1, False), (1, True), (options.fragments, True)):
+            row = meet_behind_links(options, fragments, overlap=overlap)
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    return rows
+
+
+def meet_behind_links(options, fragments, *, overlap):
+    """What the meetings of two islands cost, of a model of `--fragments` equal leaves."""
+    tx, base = make_method(fragments), jd.islands.memory()
+    size = options.parameters // options.fragments
+    params = [jnp.zeros(size) for _ in range(options.fragments)]
+    move = jax.jit(lambda params, key: [x + 0.01 * jax.random.normal(key, x.shape) for x in params])
+
+    def cross_link(body):
+        time.sleep(8e-6 * len(body or b"") / options.rate_mbit)
+        return body
+
+    link = base._replace(
+        put=lambda name, body: base.put(name, cross_link(body)), get=lambda name: cross_link(base.get(name))
+    )
+
+    def take_part(name):
+        reports, settings = [], {"round_timeout": 300, "begin_with": 2, "keep_every": 10_000}
+        with jd.islands.join(link, tx, name=name, overlap=overlap, **settings) as island:
+            state = island.enter({"params": params, "opt": tx.init(params)})
+            for number in range(1 + fragments * options.rounds):
+                moved = move(state["params"], jax.random.fold_in(jax.random.key(ord(name)), number))
+                state["params"] = jax.block_until_ready(moved)
+                # So many steps of training as a fragment has.
+                time.sleep(options.train / fragments)
+                state, report = island.meet(state)
+                jax.block_until_ready(state)
+                reports.append(report)
+        # With overlap the first one sends, and takes no round.
+        return reports[1:]
+
+    with ThreadPoolExecutor(2) as pool:
+        reports = [report for found in pool.map(take_part, "ab") for report in found]
+    counted = [report for report in reports if report.members == ("a", "b")]
+    entries = options.parameters // fragments
+    return {
+        "fragments": fragments,
+        "overlap": overlap,
+        "parameters": options.parameters,
+        "rate_mbit": options.rate_mbit,
+        "train_seconds": options.train,
+        "meetings": len(reports),
+        "counted": len(counted),
+        "median_pause_seconds": statistics.median(report.wait_seconds for report in counted),
+        "least_pause_seconds": min(report.wait_seconds for report in counted),
+        "sent_bytes": statistics.median(report.sent_bytes for report in counted),
+        "received_bytes": statistics.median(report.received_bytes for report in counted),
+        "formula_bytes": entries // 2 + 4 * (options.fragments // fragments) * -(-size // 512),
+        "load": os.getloadavg()[0],
+    }
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     links, host = map(commands.add_parser, ("bytes", "host"))
@@ -200,7 +265,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         one.add_argument("--overlap", action="store_true")
         one.add_argument("--train", type=float, default=1, help="seconds between two meetings")
     host.add_argument("--repeat", type=int, default=5)
-    for one in (links, host):
+    parts = commands.add_parser("fragments")
+    parts.add_argument("--fragments", type=int, default=4)
+    parts.add_argument("--parameters", type=int, default=10_500_000)
+    parts.add_argument("--rate-mbit", type=float, default=100)
+    parts.add_argument("--rounds", type=int, default=3, help="of each fragment")
+    parts.add_argument("--train", type=float, default=8, help="seconds between two rounds of a fragment")
+    parts.add_argument("--repeat", type=int, default=2)
+    for one in (links, host, parts):
         one.add_argument("--out", type=Path)
     island.add_argument("--name")
     island.add_argument("--address")
@@ -210,5 +282,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> None:
     if options.command == "island":
         return take_part(options)
-    rows = {"bytes": measure_bytes, "host": measure_host}[options.command](options)
+    measures = {"bytes": measure_bytes, "host": measure_host, "fragments": measure_fragments}
+    rows = measures[options.command](options)
     append_rows(options.out, options.command, rows)

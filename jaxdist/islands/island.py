@@ -438,7 +438,7 @@ class Island:
     def _exchange(self, model: list[Part], *, is_told: bool, leaving: bool) -> None:
         """Brings what is ahead of the global parameters into a round, again until one takes it or time is up."""
         self._come_back(model)
-        # Of fragments, a meeting is about one, and the next one about the next; with `overlap` it sends that already.
+        # A meeting takes a round of one fragment; with `overlap` it sends the drift of the next one, too.
         takes_one = self._schedule.number > 1 and not self._options.overlap and not leaving
         is_again = False
         while not self._behind:
@@ -498,9 +498,11 @@ class Island:
             # One that no round has counted is in none that is open: it is sent with all that came since.
             self._give_up(model[fragment], self._outboxes[fragment])
             if not self._encode(model, number, is_told=is_told, leaving=True):
-                return self._note(nonfinite=True)
+                self._note(nonfinite=True)
+                return
             if not self._deliver(number, wait=True):
-                return self._note(uploading=True)
+                self._note(uploading=True)
+                return
 
     def _follow(self, model: list[Part]) -> None:
         """Applies the rounds that have ended; no more after the deadline, since others may be faster than this is."""

@@ -38,17 +38,18 @@ def join(
     Each job is an *island*: a JAX world with its own fast mesh. Islands may be killed, late, new or slow; the others
     never restart and never wait beyond `round_timeout`. In a round every island puts its drift `Δ_w = a - p_w`, coded
     by the reducer, into the store, and all take the same outer step from the same bytes,
-    `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. There is no server, no open port and no leader.
+    `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. There is no server, no open port and no leader. With `fragments` of
+    `local_steps` each round is of one of them, in turn.
 
-    *Over the network*, an island and round of `K` members with payload `P`: `P` and about 1 KiB up, `(K-1) P` and
-    about 1 KiB `K` down. An island that joins reads the kept global parameters and the rounds since.
+    *Over the network*, an island and round of `K` members with payload `P`, of a fragment: `P` and about 1 KiB up,
+    `(K-1) P` and about 1 KiB `K` down. An island that joins reads the kept global parameters and the rounds since.
 
     Every writer of the store is trusted.
 
     Args:
       url: a folder that all islands see, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
-      tx: what `local_steps(..., axis=None)` or a recipe returned: the island is one worker. Of one fragment, without
-        delay and warm-up, with a reducer of one message: `exact()`, `compressed(code)` or error feedback around that.
+      tx: what `local_steps(..., axis=None)` or a recipe returned: the island is one worker. Without delay and warm-up,
+        with a reducer of one message: `exact()`, `compressed(code)` or error feedback around that.
       name: of this island. A new job under an old name takes its place.
       round_timeout: seconds to wait for the drifts of others: somewhat more than the usual difference between islands,
         which `report.wait_seconds` shows. No call waits more than a second longer.

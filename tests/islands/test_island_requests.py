@@ -17,7 +17,7 @@ NAMES = ("a", "b", "c", "d")
 ROUNDS = 14
 # The first rounds, in which islands learn for how long they wait, are not counted.
 COUNTED = 10
-TX = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=1, axis=None)
+FRAGMENTS = 4
 
 
 def steady(name, draws):
@@ -39,8 +39,13 @@ def loaded(name, draws):
     return 1.0 + draws.expovariate(2.0)
 
 
-def play(patch, pace, request_seconds):
-    """The reports of four islands of this pace, over a store whose requests take so long in the mean."""
+def play(patch, pace, request_seconds, fragments):
+    """The reports of four islands of this pace, over a store whose requests take so long in the mean.
+
+    They meet after each step.
+    """
+    tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=fragments, fragments=fragments, axis=None)
+    params = [jnp.ones(2)] * FRAGMENTS
     clock, found = VirtualClock(len(NAMES)), {}
     clock.rule(patch)
     base = islands.memory()
@@ -56,8 +61,8 @@ def play(patch, pace, request_seconds):
         # One after another, so that the order of events is always the same.
         clock.sleep(1e-3 * (1 + NAMES.index(name)))
         options = {"begin_with": len(NAMES), "round_timeout": 120, "keep_every": 100}
-        with islands.join(wrap(base, delay), TX, name=name, **options) as island:
-            state = island.enter({"params": jnp.ones(2), "opt": TX.init(jnp.ones(2))})
+        with islands.join(wrap(base, delay), tx, name=name, **options) as island:
+            state = island.enter({"params": params, "opt": tx.init(params)})
             for _ in range(ROUNDS):
                 clock.sleep(pace(name, paces))
                 state, report = island.meet(state)
@@ -77,10 +82,11 @@ def play(patch, pace, request_seconds):
     return [report for name in NAMES for report in found[name][-COUNTED:]]
 
 
+@pytest.mark.parametrize("fragments", [1, FRAGMENTS])
 @pytest.mark.parametrize("request_seconds", [0.02, pytest.param(0.2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pace", [steady, uneven, far_apart, loaded], ids=lambda pace: pace.__name__)
-def test_an_island_and_round_take_at_most_ten_requests(pace, request_seconds, monkeypatch):
-    """On a clock that only sleeps move, so that the number is the same on every machine."""
-    reports = play(monkeypatch, pace, request_seconds)
+def test_an_island_and_round_take_at_most_ten_requests(pace, request_seconds, fragments, monkeypatch):
+    """On a clock that only sleeps move, so that the number is the same on every machine; a fragment's is a round."""
+    reports = play(monkeypatch, pace, request_seconds, fragments)
     assert all(report.counted and not report.late for report in reports)
     assert statistics.mean(report.requests for report in reports) <= 10

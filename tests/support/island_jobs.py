@@ -44,6 +44,7 @@ class Job:
         log,
         processes=1,
         overlap=0,
+        fragments=1,
         timeout=TIMEOUT,
         pace=0.0,
         patience=3600.0,
@@ -51,7 +52,7 @@ class Job:
     ):
         self.name, self.processes = name, []
         self.logs = [log / f"{name}-{time.monotonic_ns()}-{number}" for number in range(processes)]
-        arguments = [str(x) for x in (folder, name, rounds, begin_with, overlap, timeout, pace, patience)]
+        arguments = [str(x) for x in (folder, name, rounds, begin_with, overlap, fragments, timeout, pace, patience)]
         arguments += [",".join(points)] if points else []
         environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
         if processes > 1:
@@ -164,7 +165,7 @@ def play_stops(place, log, *, points=POINTS, seconds=10.0, overlap=0, pace=0.1):
     }
 
 
-def play_events(folder, log, *, kills, stops, pace, seed=0, last_round=0):
+def play_events(folder, log, *, kills, stops, pace, seed=0, last_round=0, fragments=1, overlap=0):
     """Three islands, of which a random one is killed and started again, or stopped for two timeouts, again and again.
 
     No survivor may end, and all must have the same bits.
@@ -175,7 +176,7 @@ def play_events(folder, log, *, kills, stops, pace, seed=0, last_round=0):
     rng, jobs, all_jobs = random.Random(seed), {}, []
 
     def start(name):
-        jobs[name] = Job(folder, name, 10**9, 1, log=log, pace=pace)
+        jobs[name] = Job(folder, name, 10**9, 1, log=log, pace=pace, fragments=fragments, overlap=overlap)
         all_jobs.append(jobs[name])
 
     try:

@@ -1,4 +1,4 @@
-"""One process of an island: `island.py FOLDER NAME ROUNDS BEGIN_WITH OVERLAP TIMEOUT PACE PATIENCE [POINTS]`.
+"""One process of an island: `island.py FOLDER NAME ROUNDS BEGIN_WITH OVERLAP FRAGMENTS TIMEOUT PACE PATIENCE [POINTS]`.
 
 Each process prints one JSON line for each meeting: the report, and in `machine_seconds` how much of its wait was the
 machine's and not the protocol's. `FOLDER` may be the address of an S3 server, `OVERLAP` is 0 or 1, `PACE` the time to
@@ -110,12 +110,12 @@ def open_store(folder):
     )
 
 
-def main(folder, name, rounds, begin_with, overlap, timeout, pace, patience, points=()):
+def main(folder, name, rounds, begin_with, overlap, fragments, timeout, pace, patience, points=()):
     jd.initialize(heartbeat_timeout_seconds=20)
     mesh = jd.make_mesh({"data": jax.device_count()})
     reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    tx = jd.local_steps(optax.adam(0.05), outer, sync_period=4, reducer=reducer, axis=None)
+    tx = jd.local_steps(optax.adam(0.05), outer, sync_period=4, fragments=fragments, reducer=reducer, axis=None)
     # Each process has examples of its own, around the goal of the island.
     rng = np.random.default_rng([len(name), jax.process_index()])
     goal = np.random.default_rng(len(name)).normal(size=(40, 30))
@@ -124,11 +124,13 @@ def main(folder, name, rounds, begin_with, overlap, timeout, pace, patience, poi
 
     @jax.jit
     def step(state, batch):
-        updates, opt = tx.update(state["params"] - batch.mean(0), state["opt"], state["params"], sync=())
+        goals = jnp.split(batch.mean(0), fragments, axis=1)
+        gradients = [x - goal for x, goal in zip(state["params"], goals, strict=True)]
+        updates, opt = tx.update(gradients, state["opt"], state["params"], sync=())
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
 
     def make_state():
-        params = jnp.zeros((40, 30))
+        params = [jnp.zeros((40, 30 // fragments)) for _ in range(fragments)]
         return {"params": params, "opt": tx.init(params)}
 
     state = jax.jit(make_state, out_shardings=NamedSharding(mesh, PartitionSpec()))()
@@ -158,5 +160,5 @@ def main(folder, name, rounds, begin_with, overlap, timeout, pace, patience, poi
 
 
 if __name__ == "__main__":
-    place, points = sys.argv[1:3], [one.split(",") for one in sys.argv[9:]]
-    main(*place, *map(int, sys.argv[3:6]), *map(float, sys.argv[6:9]), *points)
+    place, points = sys.argv[1:3], [one.split(",") for one in sys.argv[10:]]
+    main(*place, *map(int, sys.argv[3:7]), *map(float, sys.argv[7:10]), *points)
