@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from island_stores import archived, wrap
 from islands_run import (
@@ -49,6 +49,7 @@ class State(NamedTuple):
 # The calendar of rounds
 
 
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 12), st.data())
 def test_rounds_are_where_those_of_local_steps_are(period, data):
     number = data.draw(st.integers(1, period))
