@@ -127,9 +127,9 @@ def _why_unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], s
     order = order_of(marks)
     if was.order is not None and order is not None and was.order != order:
         return (
-            f"leaf `{name}` of {shown} has the entries of several leaves one after another, {_show(was.order, order)}, "
+            f"leaf `{name}` of {shown} has entries of several leaves one after another, {_show(was.order, order)}, "
             f"and in the state to fill of {_show(order, was.order)}: give the leaves the names, shapes and order that "
-            "they were saved with, or let the state of this reducer be new, from zero"
+            "they were saved with, or let this part of the state be new, from zero"
         )
     return ""
 
