@@ -97,6 +97,8 @@ def describe(
         "sync_period": sync_period,
         "merge": method.merge,
         "parameters": _shapes(local.anchor),
+        # JSON sorts the names, and bodies have the leaves one after another.
+        "order": [*_shapes(local.anchor)],
         "reducer": _shapes(jax.eval_shape(method.reducer.init, local.anchor)),
         "payload": [f"{x.dtype}{list(x.shape)}" for x in payload],
         "code": None if method.reducer.forms.codec is None else method.reducer.forms.codec.name,
@@ -379,15 +381,27 @@ def find_difference(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
 
 
 def _find_shapes(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
-    # A run of an earlier version, which has no such line.
-    theirs = {"merge": "mean", **theirs}
-    for key in ("sync_period", "merge", "parameters", "dtypes", "reducer", "payload", "code", "outer optimizer"):
+    # A run of an earlier version, which has no such lines.
+    theirs = {"merge": "mean", "order": own["order"], **theirs}
+    for key in (
+        "sync_period",
+        "merge",
+        "parameters",
+        "order",
+        "dtypes",
+        "reducer",
+        "payload",
+        "code",
+        "outer optimizer",
+    ):
         # Who only reads has parameters of any dtype.
         its, ours = theirs.get(key), own.get(key)
         if key not in own or its == ours:
             continue
         if key in ("reducer", "payload", "code") and theirs.get("call") != own["call"]:
             return _name_both("reducer", theirs.get("call"), own["call"])
+        if key == "order":
+            return _name_order(its, ours)
         if isinstance(its, dict) and isinstance(ours, dict):
             name = next(name for name in sorted({*its, *ours}) if its.get(name) != ours.get(name))
             key, its, ours = f"{key} {name!r}", its.get(name), ours.get(name)
@@ -424,6 +438,13 @@ def _find_start(part: str, its: dict[str, str], ours: dict[str, str]) -> str | N
             cause = "its seed" if part == "reducer" else "a seed, or a number that its state holds"
             return _name_both(f"{part}: {name!r} begins with another value ({cause})", its.get(name), value)
     return None
+
+
+def _name_order(its: Any, ours: list[str]) -> str:
+    """Two orders of the same leaves, from the first difference on."""
+    first = next((i for i, pair in enumerate(zip(its, ours, strict=False)) if len({*pair}) > 1), 0)
+    shown = [", ".join([*["..."] * (first > 0), *each[first : first + 4]]) for each in (its, ours)]
+    return _name_both("the leaves are in another order", *shown)
 
 
 def _name_both(part: str, its: Any, ours: Any) -> str:
