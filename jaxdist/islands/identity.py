@@ -23,8 +23,9 @@ from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
 from .._stores.base import SharedStore, hash_of
 from ..local_sgd.state import LocalStepsState
-from ..state.marks import bind
+from ..state.marks import bind, show_orders
 from ..state.placement import place_leaf
+from ..wire.buffers import leaf_order
 from . import protocol
 from .base import DamagedError, JoinOptions, RunMismatchError, RunMissingError
 from .connection import Connection
@@ -98,7 +99,7 @@ def describe(
         "merge": method.merge,
         "parameters": _shapes(local.anchor),
         # JSON sorts the names, and bodies have the leaves one after another.
-        "order": [*_shapes(local.anchor)],
+        "order": [[name, list(shape)] for name, shape in leaf_order(local.anchor)],
         "reducer": _shapes(jax.eval_shape(method.reducer.init, local.anchor)),
         "payload": [f"{x.dtype}{list(x.shape)}" for x in payload],
         "code": None if method.reducer.forms.codec is None else method.reducer.forms.codec.name,
@@ -401,7 +402,8 @@ def _find_shapes(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
         if key in ("reducer", "payload", "code") and theirs.get("call") != own["call"]:
             return _name_both("reducer", theirs.get("call"), own["call"])
         if key == "order":
-            return _name_order(its, ours)
+            orders = [tuple((name, tuple(shape)) for name, shape in each) for each in (its, ours)]
+            return _name_both("the leaves are in another order", *show_orders(*orders))
         if isinstance(its, dict) and isinstance(ours, dict):
             name = next(name for name in sorted({*its, *ours}) if its.get(name) != ours.get(name))
             key, its, ours = f"{key} {name!r}", its.get(name), ours.get(name)
@@ -438,13 +440,6 @@ def _find_start(part: str, its: dict[str, str], ours: dict[str, str]) -> str | N
             cause = "its seed" if part == "reducer" else "a seed, or a number that its state holds"
             return _name_both(f"{part}: {name!r} begins with another value ({cause})", its.get(name), value)
     return None
-
-
-def _name_order(its: Any, ours: list[str]) -> str:
-    """Two orders of the same leaves, from the first difference on."""
-    first = next((i for i, pair in enumerate(zip(its, ours, strict=False)) if len({*pair}) > 1), 0)
-    shown = [", ".join([*["..."] * (first > 0), *each[first : first + 4]]) for each in (its, ours)]
-    return _name_both("the leaves are in another order", *shown)
 
 
 def _name_both(part: str, its: Any, ours: Any) -> str:
