@@ -402,8 +402,8 @@ def _find_shapes(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
         if key in ("reducer", "payload", "code") and theirs.get("call") != own["call"]:
             return _name_both("reducer", theirs.get("call"), own["call"])
         if key == "order":
-            orders = [tuple((name, tuple(shape)) for name, shape in each) for each in (its, ours)]
-            return _name_both("the leaves are in another order", *show_orders(*orders))
+            found, wanted = (tuple((name, tuple(shape)) for name, shape in x["order"]) for x in (theirs, own))
+            return _name_both("the leaves are in another order", *show_orders(found, wanted))
         if isinstance(its, dict) and isinstance(ours, dict):
             name = next(name for name in sorted({*its, *ours}) if its.get(name) != ours.get(name))
             key, its, ours = f"{key} {name!r}", its.get(name), ours.get(name)
