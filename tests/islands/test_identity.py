@@ -1,5 +1,6 @@
 """Which run an island belongs to: its number, its description, and what is refused before anything is written."""
 
+import collections
 import contextlib
 import itertools
 import json
@@ -139,6 +140,36 @@ def test_another_model_is_refused_by_the_name_of_the_leaf(params, message):
     with pytest.raises(islands.RunMismatchError, match=message):
         enter(store, tx, state=State(params, tx.init(params)))
     assert store.list("") == names
+
+
+FirstW = collections.namedtuple("FirstW", "w b")
+FirstB = collections.namedtuple("FirstB", "b w")
+
+
+def test_leaves_in_another_order_are_refused():
+    """Their names and shapes are the same, and so are the programs and messages: drifts would be those of others."""
+    store, tx, leaves = islands.memory(), method(), {"w": jnp.ones(3), "b": jnp.zeros(3)}
+    first, second = FirstW(**leaves), FirstB(**leaves)
+    enter(store, tx, "a", State(first, tx.init(first)))
+    names = store.list("")
+    for refused in (
+        lambda: enter(store, tx, state=State(second, tx.init(second))),
+        lambda: islands.read(store, tx, second),
+    ):
+        with pytest.raises(
+            islands.RunMismatchError,
+            match=r"leaves are in another order: w \[3\], b \[3\] in the run, b \[3\], w",
+        ):
+            refused()
+    assert store.list("") == names
+    enter(store, tx, "c", State(first, tx.init(first)))
+
+
+def test_a_run_that_does_not_say_in_which_order_its_leaves_are_is_joined():
+    store, tx, params = islands.memory(), method(), FirstW(jnp.ones(3), jnp.zeros(3))
+    enter(store, tx, "a", State(params, tx.init(params)))
+    edit_description(store, lambda run: run.pop("order"))
+    enter(store, tx, "b", State(params, tx.init(params)))
 
 
 def test_who_only_reads_may_have_parameters_of_another_dtype():
