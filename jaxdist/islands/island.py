@@ -55,7 +55,7 @@ from .exchange import (
     with_shared,
     zeros_like,
 )
-from .identity import check_same, log_entered
+from .identity import log_entered
 from .looks import REMEMBERED_WAITS, Looks
 from .model import MeetingState, automatic_mesh, find_model, replace_model
 from .outbox import InFlight, Outbox
@@ -427,9 +427,9 @@ class Island:
 
     def _come_back(self, model: MeetingState) -> None:
         """After a while, follows the rounds that others have ended, unless a newer process has this name."""
-        # Then, and on a disk at any time, it may be another store. On a disk the question costs nothing.
+        # Then, and on a disk at any time, it may be another store. On a disk the questions cost nothing.
         if not self._in_step or self._options.on_disk:
-            check_same(self._store, self._replay.run)
+            self._replay.check_same()
         if not self._in_step:
             self._check_name()
             self._follow(model)
@@ -605,7 +605,7 @@ class Island:
             except DamagedError:
                 damaged.add(name)
         # Where another disk is mounted by now, the round is not this run's to end.
-        check_same(self._store, self._replay.run)
+        self._replay.check_same()
         expected, base = self._replay.expected, self._replay.digest
         commit = protocol.make_commit(seen, expected, drifts, damaged, base, own, self._replay.run.mark)
         if self._store.create(round_name(number, "commit"), protocol.to_json(commit)):
@@ -720,7 +720,7 @@ class Island:
 
     def _jump(self, model: MeetingState) -> None:
         """Goes on from kept parameters, where the rounds before them are gone. What none of them took is kept."""
-        check_same(self._store, self._replay.run)
+        self._replay.check_same()
         flight, ahead = self._outbox.flight, measure_drift(model.local.anchor, model.params)
         anchor, local = self._replay.load_newest(model.local)
         self._replay.go_to(anchor)

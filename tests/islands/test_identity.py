@@ -401,6 +401,33 @@ def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent()
         assert other_store.list("") == names
 
 
+@pytest.mark.parametrize("rounds", [3, 8])
+def test_a_store_that_is_set_back_is_noticed_before_a_second_run_grows_in_it(rounds):
+    """As by a copy of yesterday: what enters goes on from there, and a running island must not go on beside it."""
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    step, options = step_of(tx), {"keep_every": 2, "round_timeout": 0.2}
+    with islands.join(store, tx, name="a", patience=1, **options) as island:
+        state = island.enter(begin(tx))
+        for number in range(rounds):
+            state, report = island.meet(step(state, GOALS[0]))
+            island._cleaner.join()
+            assert report.counted
+            if number == 1:
+                copy = {name: store.get(name) for name in store.list("")}
+        store.delete_many(store.list(""))
+        for name, body in copy.items():
+            store.put(name, body)
+        state, report = island.meet(step(state, GOALS[0]))
+        assert (report.offline, report.counted, report.round) == (True, False, rounds)
+        assert f"rounds/{rounds - 1:08d}/commit" in report.problem
+        assert "set back to an earlier state" in report.problem
+        _, others = train(store, tx, "b", rounds, **options)
+        assert [other.round for other in others] == [*range(3, rounds + 3)]
+        with pytest.raises(islands.RunMismatchError, match=rf"rounds/{rounds - 1:08d}/commit .* start this island again"):
+            island.meet(state)
+    assert all(one.members == ("b",) for one in islands.status(store).rounds[2:])
+
+
 def test_progress_of_another_run_is_never_in_a_commit():
     seen = protocol.Seen(False, frozenset("ab"), frozenset(), frozenset())
     drifts = {
