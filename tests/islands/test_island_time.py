@@ -356,6 +356,24 @@ def test_a_meeting_waits_for_no_clean_up():
     assert not [name for name in base.list("rounds/") if "old-" in name]
 
 
+def test_a_meeting_waits_for_no_listing_of_all_rounds():
+    """Commits stay: after a month of them a clean-up lists them for many seconds."""
+    base, tx = islands.memory(), method(inner=optax.sgd(0.1))
+
+    def list_names(prefix):
+        if prefix == "rounds/":
+            time.sleep(1.0)
+        return base.list(prefix)
+
+    with islands.join(base._replace(list=list_names), tx, name="a", round_timeout=0.5, keep_every=1) as island:
+        state = island.enter(begin(tx))
+        for _ in range(40):
+            state, report = island.meet(state)
+            assert (report.counted, report.offline) == (True, False)
+            time.sleep(0.02)
+    assert base.list("anchors/") != [f"anchors/{0:08d}"]
+
+
 @pytest.mark.parametrize("away", ["refuses", "is silent"])
 @pytest.mark.parametrize("end", ["Ctrl-C", "leave", "leave with a state"])
 def test_leaving_takes_no_longer_than_a_goodbye(away, end):
