@@ -132,7 +132,7 @@ class Connection:
     collective which another does not enter. A function that raises is called again until `deadline`, by the clock of
     process 0; then, and `GRACE` later if there is no answer, `ConnectionError` is raised in all of them.
 
-    One thread of process 0 puts bodies, one deletes and lists what to delete, and another one calls all other functions.
+    One thread of process 0 puts bodies, one lists what to delete and deletes it, another one calls all other functions.
 
     Args:
       store: what process 0 asks.

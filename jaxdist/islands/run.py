@@ -93,16 +93,19 @@ def read_commit(store: Connection, number: int) -> Commit | None:
     return None if body is None else protocol.parse(Commit, name, body)
 
 
-def ended_rounds(store: Connection) -> list[int]:
-    """The rounds that have ended, in order."""
-    names = (name.split("/") for name in store.list("rounds/"))
-    return sorted(int(number) for _, number, kind, *_ in names if kind == "commit")
-
-
 def open_round(store: Connection, number: int) -> int:
-    """The first round, from this one on, that has no commit."""
-    while read_commit(store, number) is not None:
-        number += 1
+    """The first round, from this one on, that has no commit: one ends after another, so that few need be asked for."""
+
+    def is_over(number: int) -> bool:
+        return store.get(protocol.round_name(number, "commit")) is not None
+
+    step = 1
+    while is_over(number + step - 1):
+        number, step = number + step, 2 * step
+    end = number + step - 1
+    while number < end:
+        middle = (number + end) // 2
+        number, end = (middle + 1, end) if is_over(middle) else (number, middle)
     return number
 
 

@@ -64,7 +64,8 @@ def train_round(step, state, examples=3.0):
 
 
 def commits_of(store):
-    commits = [run.read_commit(Connection(store), number) for number in run.ended_rounds(Connection(store))]
+    ended = range(run.open_round(Connection(store), 0))
+    commits = [run.read_commit(Connection(store), number) for number in ended]
     return [commit for commit in commits if commit is not None]
 
 
@@ -624,3 +625,26 @@ def remember(updates, state, comm, extras):
     old = jax.tree.leaves(state)
     means = [mean + 0.1 * x for mean, x in zip(received.mean, old, strict=True)]
     return jd.reducers.Reduced(tree.unflatten(means), updates), tree.unflatten([x + 1 for x in old])
+
+
+def test_credentials_that_come_back_count_in_the_next_meeting():
+    """What was refused a meeting ago is sent again before it is reported: the reason may have passed."""
+    tx, step, state = counting()
+    is_refused = False
+
+    def around(number, name, function, arguments):
+        if is_refused:
+            raise PermissionError("the token has expired")
+        return function(*arguments)
+
+    with islands.join(wrap(islands.memory(), around), tx, name="a", round_timeout=20, patience=60) as island:
+        state, _ = island.meet(train_round(step, island.enter(state)))
+        for _ in range(2):
+            is_refused = True
+            for _ in range(2):
+                state, report = island.meet(train_round(step, state))
+                assert (report.offline, report.counted) == (True, False)
+                assert "the token has expired" in report.problem
+            is_refused = False
+            state, report = island.meet(train_round(step, state))
+            assert (report.offline, report.counted) == (False, True)
