@@ -825,13 +825,23 @@ class Island:
             self._store.sleep(0.05)
 
     def _check_patience(self, count: int, now: float) -> None:
+        options = self._options
         if self._too_few_since is None:
             self._too_few_since = now
-        if now == self._too_few_since and count < self._options.quorum:
-            text = "round %d waits for quorum=%d islands and has %d: an error after patience=%g s"
-            logger.warning(text, self._replay.round, self._options.quorum, count, self._options.patience)
-        if now - self._too_few_since > self._options.patience:
+        late = ""
+        if not count:
+            # That of this island is there.
+            late = (
+                f"the store does not list the progress of {options.name!r} {options.round_timeout:g} s after it was "
+                "sent: mount NFS with acdirmax=1, or raise round_timeout"
+            )
+        if now == self._too_few_since and count < options.quorum:
+            text = "round %d waits for quorum=%d islands and has %d: an error after patience=%g s%s"
+            more = late and f"; {late}"
+            logger.warning(text, self._replay.round, options.quorum, count, options.patience, more)
+        if now - self._too_few_since > options.patience:
             raise TooFewIslandsError(
-                f"only {count} islands for {self._options.patience} s, and a round needs quorum="
-                f"{self._options.quorum}: start others, or join with a lower quorum"
+                late
+                or f"only {count} islands for {options.patience} s, and a round needs quorum={options.quorum}: start "
+                "others, or join with a lower quorum"
             )

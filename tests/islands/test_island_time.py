@@ -648,3 +648,20 @@ def test_credentials_that_come_back_count_in_the_next_meeting():
             is_refused = False
             state, report = island.meet(train_round(step, state))
             assert (report.offline, report.counted) == (False, True)
+
+
+def test_a_listing_that_is_later_than_the_timeout_is_named(caplog):
+    """Otherwise it looks as if no island were there, though this one has just sent its progress."""
+    base, tx = islands.memory(), method()
+
+    def list_late(prefix):
+        return [name for name in base.list(prefix) if "/drift/" not in name]
+
+    with islands.join(base._replace(list=list_late), tx, name="a", round_timeout=0.1, patience=0.5) as island:
+        state, report = island.meet(island.enter(begin(tx)))
+        assert not report.counted
+        message = "does not list the progress of 'a' 0.1 s after it was sent"
+        assert any(message in text for text in warnings_of(caplog))
+        with pytest.raises(islands.TooFewIslandsError, match=f"{message}.*acdirmax=1.*raise round_timeout"):
+            for _ in range(20):
+                state, _ = island.meet(state)
