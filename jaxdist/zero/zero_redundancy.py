@@ -209,8 +209,8 @@ class _ZeroRedundancy(NamedTuple):
     ) -> tuple[Updates, ZeroState]:
         if params is None:
             raise ValueError(NO_PARAMS)
-        refuse_model_axes("zero_redundancy", "use zero.zero_shardings with plain jit")
         comm, given = over(self.axis), (updates, state)
+        refuse_model_axes("zero_redundancy", "use zero.zero_shardings with plain jit")
         updates, state, params = shard_for_one_worker((updates, state, params), self.axis)
         with jax.named_scope("zero_redundancy"):
             # Gradients of `Sharded` parameters (stage 3) are sharded and averaged already.
