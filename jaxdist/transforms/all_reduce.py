@@ -79,7 +79,7 @@ def all_reduce(
     Raises:
       ValueError: `normalize_by` or `delay` is unknown; `specs` name the axis of the workers beside another one in a
         dimension, or the reducer cannot scatter. At trace time, `specs` name it inside a map; a leaf is not floating,
-        not varying over the axis, not of its parameter's shape, or `Sharded`; the axis is not bound, or not that of
+        not varying over the axis, not of its parameter's shape, or `Sharded`; the axis is unbound or not that of
         the gradients; the reducer would gather further axes of the mesh.
 
     Examples:
