@@ -392,3 +392,42 @@ def test_a_bad_gradient_of_one_slice_skips_the_step():
     params, state = train_small(tx, mesh, step, [bad, good])
     assert int(state.skipped) == 1
     assert_close(params, {"w": np.full((4, 4), 0.9)}, 1e-5)
+
+
+@pytest.mark.slow
+@KINDS
+def test_parameters_in_bfloat16_beside_masters(kind):
+    """As the page writes it, against one gradient of the whole batch and optax alone."""
+    mesh, tx = make_mesh(kind), optax.sgd(0.1, momentum=0.9)
+    averaged = optax.chain(jd.all_reduce(jd.exact(), axis="dcn", specs=SPECS), tx)
+
+    def make_step(tx, gradient):
+        def train_step(state, batch):
+            params, masters, opt_state = state
+            loss, grads = gradient(params, batch)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            updates, opt_state = tx.update(grads, opt_state, masters)
+            masters = optax.apply_updates(masters, updates)
+            params = jax.tree.map(lambda p, m: m.astype(p.dtype), params, masters)
+            return (params, masters, opt_state), loss
+
+        return jax.jit(train_step)
+
+    def build(tx):
+        masters = make_params()
+        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters), masters, tx.init(masters)
+
+    of_slices = jd.transforms.per_worker_value_and_grad(exact_loss, axis="dcn")
+    step, plain = make_step(averaged, of_slices), make_step(tx, jax.value_and_grad(exact_loss))
+    with jax.set_mesh(mesh):
+        state = jd.init_state(lambda: build(averaged), mesh, axis="dcn", specs=SPECS)
+        for seed in range(3):
+            state, _ = step(state, batch(mesh, seed))
+    # On one device.
+    wanted = build(tx)
+    single = jax.make_mesh((1, 1, 1), ("dcn", "fsdp", "model"), axis_types=(kind,) * 3, devices=jax.devices()[:1])
+    with jax.set_mesh(single):
+        for seed in range(3):
+            wanted, _ = plain(wanted, np.asarray(batch(mesh, seed)))
+    assert state[0]["table"].dtype == jnp.bfloat16
+    assert_close(jax.device_get(state[1]), jax.device_get(wanted[1]), 1e-3)
