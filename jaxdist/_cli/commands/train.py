@@ -187,7 +187,8 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     baseline = finished[0] if names else None
     labels = {"title": title_of(chosen, workload, mesh.size), "unit": unit_of(workload)}
     plot = losses.draw_train(finished[-1], baseline, chosen.out / "loss.png", **labels)
-    print_table(console, tables.runs_table(finished, baseline))
+    units = tables.count_units(workload, chosen.batch, mesh.size)
+    print_table(console, tables.runs_table(finished, baseline, units))
     _print_savings(console, finished[-1], baseline)
     print_paths(console, log=log_path, checkpoint=place)
     print_figure(console, chosen, plot)
