@@ -47,16 +47,16 @@ def join(
         trusted.
       tx: from `local_steps(..., axis=None)` or a recipe: one fragment, no delay, no warm-up, and as reducer `exact()`,
         `compressed(code)` or error feedback around these.
-      name: of this island; a new job replaces an old one.
-      round_timeout: seconds to wait for the drifts of others, and at most one more.
-      begin_with: the fewest of the first round.
+      name: of this island; a new job under an old name takes its place.
+      round_timeout: seconds to wait for the drifts of others; no call waits more than a second longer.
+      begin_with: how many islands the first round waits for.
       quorum: the fewest drifts that make a round.
-      patience: seconds until too few islands, or a store that is away, are an error.
+      patience: seconds after which too few islands, or a store that is away, are an error.
       overlap: exchange while the island trains, merge at the next meeting, and keep own progress.
       eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
-      keep_every: rounds between kept global parameters; the first island decides.
-      begin: open the run if there is none.
-      moments: of the inner optimizer: "own", of the entering state, or "fresh".
+      keep_every: rounds between kept global parameters; who opens the run decides.
+      begin: open the run if there is none; `False` if it must exist.
+      moments: of the inner optimizer: "own" keeps those of the entering state, "fresh" takes new ones.
 
     Yields:
       The `Island`.
