@@ -48,15 +48,15 @@ def join(
       tx: from `local_steps(..., axis=None)` or a recipe: one fragment, no delay, no warm-up, and as reducer `exact()`,
         `compressed(code)` or error feedback around these.
       name: of this island; a new job under an old name takes its place.
-      round_timeout: seconds to wait for the drifts of others; no call waits more than a second longer.
-      begin_with: how many islands the first round waits for.
+      round_timeout: seconds to wait for others; no call takes a second more.
+      begin_with: the islands that the first round waits for.
       quorum: the fewest drifts that make a round.
-      patience: seconds after which too few islands, or a store that is away, are an error.
+      patience: seconds after which too few islands or a lost store are an error.
       overlap: exchange while the island trains, merge at the next meeting, and keep own progress.
       eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
-      keep_every: rounds between kept global parameters; who opens the run decides.
-      begin: open the run if there is none; `False` if it must exist.
-      moments: of the inner optimizer: "own" keeps those of the entering state, "fresh" takes new ones.
+      keep_every: rounds between kept global parameters; the opener decides.
+      begin: `False` if the run must exist already.
+      moments: of the inner optimizer: "own", as they enter, or "fresh".
 
     Yields:
       The `Island`.
