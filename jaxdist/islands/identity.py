@@ -23,8 +23,9 @@ from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
 from .._stores.base import SharedStore, hash_of
 from ..local_sgd.state import LocalStepsState
-from ..state.marks import bind
+from ..state.marks import bind, show_orders
 from ..state.placement import place_leaf
+from ..wire.buffers import leaf_order
 from . import protocol
 from .base import DamagedError, JoinOptions, RunMismatchError, RunMissingError
 from .connection import Connection
@@ -54,6 +55,7 @@ KEYS = (
     "sync_period",
     "merge",
     "parameters",
+    "order",
     "dtypes",
     "order of fragments",
     "fragments",
@@ -120,6 +122,8 @@ def describe(
         "sync_period": sync_period,
         "merge": method.merge,
         "parameters": _shapes(local.anchor),
+        # JSON sorts the names, and bodies have the leaves one after another.
+        "order": [[name, list(shape)] for name, shape in leaf_order(local.anchor)],
         "code": None if method.reducer.forms.codec is None else method.reducer.forms.codec.name,
         "call": str(method.reducer),
         "versions": {"jax": jax.__version__, "device": device.device_kind},
@@ -404,8 +408,8 @@ def find_difference(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
     its, ours = theirs.get("format"), own["format"]
     if its != ours:
         return f"format: {its} in the run, {ours} here; use the version of jaxdist that opened it"
-    # A run of an earlier version has no such line, and one without fragments has none of these.
-    theirs, own = {**DEFAULTS, **theirs}, {**DEFAULTS, **own}
+    # A run of an earlier version has no such lines, and one without fragments has none of these.
+    theirs, own = {**DEFAULTS, "order": own["order"], **theirs}, {**DEFAULTS, **own}
     # One pair for each fragment. Where these differ, what is of the whole model tells so first.
     parts = zip(theirs.get("parts") or [{}], own.get("parts") or [{}], strict=False)
     for its, ours in parts:
@@ -423,6 +427,9 @@ def _find_shapes(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
             continue
         if key in ("reducer", "payload", "code") and theirs.get("call") != own["call"]:
             return _name_both("reducer", theirs.get("call"), own["call"])
+        if key == "order":
+            found, wanted = (tuple((name, tuple(shape)) for name, shape in x["order"]) for x in (theirs, own))
+            return _name_both("the leaves are in another order", *show_orders(found, wanted))
         if isinstance(its, dict) and isinstance(ours, dict):
             name = next(name for name in sorted({*its, *ours}) if its.get(name) != ours.get(name))
             key, its, ours = f"{key} {name!r}", its.get(name), ours.get(name)
