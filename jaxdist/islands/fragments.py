@@ -19,7 +19,7 @@ from ..local_sgd.state import LocalStepsState
 from ..state.marks import with_value
 
 
-class Schedule(NamedTuple):
+class RoundOrder(NamedTuple):
     """The fragments of a run's rounds, and the steps after which these end.
 
     Attributes:
@@ -53,14 +53,14 @@ class Schedule(NamedTuple):
         return self.firsts[place] + turn * self.sync_period
 
 
-def schedule_of(config: Any) -> Schedule:
+def schedule_of(config: Any) -> RoundOrder:
     """The schedule of the arguments of `local_steps`: rounds are where its own are."""
     firsts = [first or config.sync_period for first in config.first_rounds]
     order = sorted(range(len(firsts)), key=firsts.__getitem__)
-    return Schedule(tuple(order), tuple(firsts[i] for i in order), config.sync_period)
+    return RoundOrder(tuple(order), tuple(firsts[i] for i in order), config.sync_period)
 
 
-class Part:
+class FragmentModel:
     """What meetings change of one fragment: its part of the state of local steps, and of the parameters.
 
     The state is one of a single fragment. Its trees have `None` for leaves of other fragments, and its inner optimizer
@@ -80,20 +80,20 @@ class Division(NamedTuple):
     labels: PyTree
     places: tuple[tuple[int, ...], ...]
 
-    def split(self, local: LocalStepsState, params: PyTree) -> list[Part]:
+    def split(self, local: LocalStepsState, params: PyTree) -> list[FragmentModel]:
         """A part for each fragment."""
         number = len(self.places)
         if number == 1:
-            return [Part(local, params)]
+            return [FragmentModel(local, params)]
         anchors, models = split(local.anchor, self.labels, number), split(params, self.labels, number)
         counts = _split_counts(_counts_of(local), self.places)
-        return [Part(_take_part(local, i, anchors[i], counts[i]), models[i]) for i in range(number)]
+        return [FragmentModel(_take_part(local, i, anchors[i], counts[i]), models[i]) for i in range(number)]
 
     def split_locals(self, local: LocalStepsState) -> list[LocalStepsState]:
         """The states of `split` alone."""
         return [part.local for part in self.split(local, local.anchor)]
 
-    def join(self, parts: Sequence[Part]) -> tuple[LocalStepsState, PyTree]:
+    def join(self, parts: Sequence[FragmentModel]) -> tuple[LocalStepsState, PyTree]:
         """Inverts `split`; what is of the whole model is that of the first part."""
         if len(parts) == 1:
             return parts[0].local, parts[0].params
@@ -111,7 +111,7 @@ class Division(NamedTuple):
             reducer=tuple(local.reducer[0] for local in locals_),
         )
 
-    def describe(self, schedule: Schedule) -> dict[str, Any]:
+    def describe(self, schedule: RoundOrder) -> dict[str, Any]:
         """What all islands must have in common, as JSON can hold it; nothing without fragments."""
         if schedule.number == 1:
             return {}

@@ -40,7 +40,7 @@ from .exchange import (
     take_outer_step,
     to_host,
 )
-from .fragments import Part
+from .fragments import FragmentModel
 
 logger = logging.getLogger("jaxdist.islands")
 RUN_JSON = "run.json"
@@ -100,7 +100,7 @@ def describe(
     method: RoundMethod,
     local: LocalStepsState,
     params: PyTree | None,
-    parts: Sequence[Part],
+    parts: Sequence[FragmentModel],
     payloads: Sequence[list[Any]],
     *,
     sync_period: int,
@@ -131,7 +131,7 @@ def describe(
     }
 
 
-def _describe_part(method: RoundMethod, part: Part, payload: list[Any], *, needs_rate: bool) -> dict[str, Any]:
+def _describe_part(method: RoundMethod, part: FragmentModel, payload: list[Any], *, needs_rate: bool) -> dict[str, Any]:
     """What the rounds of a fragment send and compute."""
     return {
         "reducer": _shapes(jax.eval_shape(method.reducer.init, part.local.anchor)),

@@ -57,7 +57,7 @@ from .exchange import (
     with_shared,
     zeros_like,
 )
-from .fragments import Division, Part
+from .fragments import Division, FragmentModel
 from .identity import log_entered
 from .looks import REMEMBERED_WAITS, Looks
 from .model import automatic_mesh, find_model, replace_model
@@ -419,7 +419,7 @@ class Island:
     def _note(self, **changes: Any) -> None:
         self._report = self._report._replace(**changes)
 
-    def _go_on(self, act: Callable[[list[Part]], None], model: list[Part]) -> None:
+    def _go_on(self, act: Callable[[list[FragmentModel]], None], model: list[FragmentModel]) -> None:
         """Calls `act`, which changes `model` by whole rounds, again if rounds are gone or bytes were cut on the way."""
         while True:
             try:
@@ -435,7 +435,7 @@ class Island:
                     raise
                 self._store.sleep(min(LONGEST_PAUSE, self._options.round_timeout / 50))
 
-    def _exchange(self, model: list[Part], *, is_told: bool, leaving: bool) -> None:
+    def _exchange(self, model: list[FragmentModel], *, is_told: bool, leaving: bool) -> None:
         """Brings what is ahead of the global parameters into a round, again until one takes it or time is up."""
         self._come_back(model)
         # A meeting takes a round of one fragment; with `overlap` it sends the drift of the next one, too.
@@ -457,7 +457,7 @@ class Island:
         if leaving and not self._behind:
             self._send_to_later_rounds(model, is_told=is_told)
 
-    def _come_back(self, model: list[Part]) -> None:
+    def _come_back(self, model: list[FragmentModel]) -> None:
         """After a while, follows the rounds that others have ended, unless a newer process has this name."""
         # Then, and on a disk at any time, it may be another store. On a disk the questions cost nothing.
         if not self._in_step or self._options.on_disk:
@@ -466,7 +466,7 @@ class Island:
             self._check_name()
             self._follow(model)
 
-    def _send(self, model: list[Part], *, is_told: bool, leaving: bool, is_again: bool) -> bool:
+    def _send(self, model: list[FragmentModel], *, is_told: bool, leaving: bool, is_again: bool) -> bool:
         """Brings the drift into the open round; returns whether this meeting waits for the round's commit.
 
         `is_again` says that it has already come to the end of another round.
@@ -485,7 +485,7 @@ class Island:
         is_last = flight is not None and flight.record.leaving
         return not is_last and (waits or not is_again)
 
-    def _send_to_later_rounds(self, model: list[Part], *, is_told: bool) -> None:
+    def _send_to_later_rounds(self, model: list[FragmentModel], *, is_told: bool) -> None:
         """Brings the drifts of the other fragments into their next rounds, of which this island waits for none.
 
         Until then their global parameters are those of now.
@@ -504,7 +504,7 @@ class Island:
                 self._note(uploading=True)
                 return
 
-    def _follow(self, model: list[Part]) -> None:
+    def _follow(self, model: list[FragmentModel]) -> None:
         """Applies the rounds that have ended; no more after the deadline, since others may be faster than this is."""
         self._behind, has_applied = False, False
         while (commit := self._replay.read_commit(self._replay.round)) is not None:
@@ -514,7 +514,7 @@ class Island:
             has_applied = True
             self._apply(model, commit)
 
-    def _encode(self, model: list[Part], number: int, *, is_told: bool, leaving: bool) -> bool:
+    def _encode(self, model: list[FragmentModel], number: int, *, is_told: bool, leaving: bool) -> bool:
         """Begins to send what is ahead of the global parameters of a round's fragment.
 
         Returns false if it is not finite: then the anchor is taken, and the inner optimizer restarts.
@@ -556,7 +556,7 @@ class Island:
         outbox.send(flight, body, number, base, self._options.name, ahead)
         return True
 
-    def _take_anchors(self, model: list[Part]) -> None:
+    def _take_anchors(self, model: list[FragmentModel]) -> None:
         """Takes the global parameters of all fragments, after steps that were not finite."""
         for part, outbox in zip(model, self._outboxes, strict=True):
             # What no open round has would be a step back, once it counted.
@@ -569,7 +569,7 @@ class Island:
             part.local = restart_counts(part.local._replace(inner=inner), np.int32(self._replay.round))
         self._store.create(self._name("left"), b"{}")
 
-    def _take_share(self, part: Part, drift: PyTree, rate: np.float32 | None) -> PyTree:
+    def _take_share(self, part: FragmentModel, drift: PyTree, rate: np.float32 | None) -> PyTree:
         """Takes the outer step along this island's share; returns what that is ahead of the global parameters."""
         replay, options = self._replay, self._options
         members = max(len({*replay.expected, options.name}), 1 if replay.round else options.begin_with)
@@ -579,13 +579,13 @@ class Island:
         # As parameters of half precision have it.
         return measure_drift(shared.anchor, part.params)
 
-    def _take_back(self, model: list[Part]) -> None:
+    def _take_back(self, model: list[FragmentModel]) -> None:
         """Puts whole drifts that are under way into the model again, of which it has this island's shares."""
         for part, outbox in zip(model, self._outboxes, strict=True):
             ahead = self._with_drift(measure_drift(part.local.anchor, part.params), outbox.flight)
             part.params = rebase(part.local.anchor, part.params, ahead)
 
-    def _give_up(self, part: Part, outbox: Outbox) -> None:
+    def _give_up(self, part: FragmentModel, outbox: Outbox) -> None:
         """Gives up a drift that is under way, which no round will count: it is ahead again."""
         if outbox.flight is not None:
             ahead = self._with_drift(measure_drift(part.local.anchor, part.params), outbox.flight)
@@ -688,7 +688,7 @@ class Island:
             return commit
         return self._replay.read_commit(number)
 
-    def _apply(self, model: list[Part], commit: Commit) -> bool:
+    def _apply(self, model: list[FragmentModel], commit: Commit) -> bool:
         """Takes the outer step of a round; progress that it did not take stays ahead of the new anchor.
 
         Returns whether the round took this island's drift.
@@ -771,7 +771,7 @@ class Island:
 
     # Catching up
 
-    def _take_run(self, model: list[Part]) -> None:
+    def _take_run(self, model: list[FragmentModel]) -> None:
         """Enters the run where it is; a state that is just as far keeps its progress."""
         replay, locals_ = self._replay, [part.local for part in model]
         own_round, own_digest = max(int(to_host(local.rounds)[0]) for local in locals_), replay.digest
@@ -806,7 +806,7 @@ class Island:
         local = with_shared(local._replace(reducer=(fresh,)), select_shared(local))
         return restart_counts(local, np.int32(self._replay.round))
 
-    def _jump(self, model: list[Part]) -> None:
+    def _jump(self, model: list[FragmentModel]) -> None:
         """Goes on from kept parameters, where the rounds before them are gone. What none of them took is kept."""
         self._replay.check_same()
         aheads = [measure_drift(part.local.anchor, part.params) for part in model]
@@ -824,7 +824,7 @@ class Island:
             part.params = rebase(local.anchor, part.params, ahead)
             part.local = local
 
-    def _take_kept_anchors(self, model: list[Part]) -> None:
+    def _take_kept_anchors(self, model: list[FragmentModel]) -> None:
         """Takes the kept global parameters and the rounds since, where this island has others than the run."""
         self._differing += 1
         if self._differing >= DIFFERING_IS_FATAL:

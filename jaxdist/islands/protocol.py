@@ -16,7 +16,7 @@ bodies/00000020/HASH          bytes under their own hash, encoded while round 20
 A body is sent while rounds go on, so that a record may name one of an earlier round; but not of one that is more than
 `most_rounds` old. So what no commit will ever name follows from numbers alone.
 
-With fragments, each round is of one of them, in turn (`fragments.Schedule`). Its drifts, and the body of an earlier
+With fragments, each round is of one of them, in turn (`fragments.RoundOrder`). Its drifts, and the body of an earlier
 round that it may count, have the leaves of that fragment alone, and its `base` is the digest of that fragment. Until
 its own round the global parameters of a fragment stay as they are. So an island that leaves can put the drifts of all
 fragments into the rounds to come.

@@ -141,7 +141,7 @@ def test_who_leaves_takes_back_what_no_round_has():
         state, _ = island.meet(trained)
         assert np.abs(np.asarray(state.params["w"] - trained.params["w"])).max() > 0.01
         flight = island._outbox.flight
-        model = islands.fragments.Part(state.opt, state.params)
+        model = islands.fragments.FragmentModel(state.opt, state.params)
         island._take_back([model])
         assert_close(model.params, trained.params, tolerance=1e-6)
         assert flight is island._outbox.flight
