@@ -58,10 +58,11 @@ def test_an_island_leaves_at_sigterm_and_nobody_waits_for_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_an_island_of_two_processes_beside_one_of_one(tmp_path, overlap):
-    pair = Job(tmp_path / "run", "pair", 4, 2, log=tmp_path, processes=2, overlap=overlap, timeout=60)
-    single = Job(tmp_path / "run", "single", 4, 2, log=tmp_path, overlap=overlap, timeout=60)
+@pytest.mark.parametrize(("overlap", "fragments"), [(0, 1), (1, 1), (0, 2)])
+def test_an_island_of_two_processes_beside_one_of_one(tmp_path, overlap, fragments):
+    options = {"log": tmp_path, "overlap": overlap, "fragments": fragments, "timeout": 60}
+    pair = Job(tmp_path / "run", "pair", 4, 2, processes=2, **options)
+    single = Job(tmp_path / "run", "single", 4, 2, **options)
     jobs = [pair, single]
     try:
         wait_until(lambda: all(process.poll() == 0 for job in jobs for process in job.processes), jobs)
