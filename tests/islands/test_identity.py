@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from problems import assert_close
 
 import jaxdist as jd
 from jaxdist import islands
-from jaxdist.islands import identity, protocol
+from jaxdist.islands import identity, protocol, run
+from jaxdist.islands.connection import Connection
 
 QSGD = jd.compressors.qsgd
 
@@ -432,6 +434,35 @@ def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent()
         assert other_store.list("") == names
 
 
+@pytest.mark.parametrize("rounds", [3, 8])
+def test_a_store_that_is_set_back_is_noticed_before_a_second_run_grows_in_it(rounds):
+    """As by a copy of yesterday: what enters goes on from there, and a running island must not go on beside it."""
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    step, options = step_of(tx), {"keep_every": 2, "round_timeout": 0.2}
+    with islands.join(store, tx, name="a", patience=1, **options) as island:
+        state = island.enter(begin(tx))
+        for number in range(rounds):
+            state, report = island.meet(step(state, GOALS[0]))
+            island._cleaner.join()
+            assert report.counted
+            if number == 1:
+                copy = {name: store.get(name) for name in store.list("")}
+        store.delete_many(store.list(""))
+        for name, body in copy.items():
+            store.put(name, body)
+        state, report = island.meet(step(state, GOALS[0]))
+        assert (report.offline, report.counted, report.round) == (True, False, rounds)
+        assert f"rounds/{rounds - 1:08d}/commit" in report.problem
+        assert "set back to an earlier state" in report.problem
+        _, others = train(store, tx, "b", rounds, **options)
+        assert [other.round for other in others] == [*range(3, rounds + 3)]
+        with pytest.raises(
+            islands.RunMismatchError, match=rf"rounds/{rounds - 1:08d}/commit .* start this island again"
+        ):
+            island.meet(state)
+    assert all(one.members == ("b",) for one in islands.status(store).rounds[2:])
+
+
 def test_progress_of_another_run_is_never_in_a_commit():
     seen = protocol.Seen(False, frozenset("ab"), frozenset(), frozenset())
     drifts = {
@@ -453,16 +484,17 @@ def test_kept_parameters_that_are_gone_are_named_with_the_cure():
 
 
 def test_the_status_of_a_run_reads_records_alone():
-    store, got = islands.memory(), []
+    store, asked = islands.memory(), []
 
     def call(number, name, function, arguments):
-        if name == "get":
-            got.append(arguments[0])
+        asked.append((name, arguments[0]))
         return function(*arguments)
 
     run_alone(store, 3)
     found = islands.status(wrap(store, call))
-    assert not [name for name in got if name.startswith("bodies/")]
+    assert not [name for kind, name in asked if kind == "get" and name.startswith("bodies/")]
+    # Those of a month are too many to list.
+    assert ("list", "rounds/") not in asked
     for one in found.rounds:
         name = json.loads(store.get(f"rounds/{one.round:08d}/drift/a"))["body"]
         assert one.sent_bytes == {"a": len(store.get(f"bodies/{name}"))}
@@ -475,6 +507,22 @@ def test_the_status_of_a_run_reads_records_alone():
     ]
     with pytest.raises(ValueError, match="last must be at least 0, got -1"):
         islands.status(store, last=-1)
+
+
+@pytest.mark.parametrize("ended", [0, 1, 2, 7, 8, 100])
+def test_the_open_round_is_found_by_few_requests(ended):
+    store, asked = islands.memory(), []
+
+    def call(number, name, function, arguments):
+        asked.append(arguments[0])
+        return function(*arguments)
+
+    for number in range(ended):
+        store.create(protocol.round_name(number, "commit"), b"{}")
+    for first in {0, ended // 2, ended}:
+        asked.clear()
+        assert run.open_round(Connection(wrap(store, call)), first) == ended
+        assert len(asked) <= 2 * math.log2(ended - first + 2) + 2
 
 
 def test_the_status_shows_who_has_not_sent_yet():
