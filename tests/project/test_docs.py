@@ -33,7 +33,8 @@ COLUMNS = 84
 TRANSCRIPTS = (
     *("docs/index.md", "docs/tutorial.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md"),
     *("docs/how-to/train-a-language-model.md", "docs/how-to/tensor-parallelism.md"),
-    "docs/how-to/keep-your-shardings.md",
+    *("docs/how-to/keep-your-shardings.md", "docs/how-to/train-on-spot-machines.md"),
+    "docs/how-to/islands-over-a-bucket.md",
 )
 SHOWN = re.compile(r"^( *)```\n\n\1```text\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
