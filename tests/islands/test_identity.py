@@ -230,7 +230,7 @@ def test_another_version_of_jax_may_spell_programs_in_another_way_if_their_resul
     enter(store, tx)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("explicit", "inside"), [(True, False), (True, True), (False, False), (False, True)])
 def test_an_island_of_four_devices_joins_the_run_of_one(explicit, inside):
     """Its parameters are sharded, over a mesh whose axes the compiler uses, or one whose axes are part of types."""
