@@ -66,8 +66,13 @@ def _in_sample(item):
     return zlib.crc32(item.callspec.id.encode()) % marker.args[0] == 0
 
 
+def pytest_collectstart():
+    gc.disable()  # what is made until the first test stays
+
+
 def pytest_collection_finish():
     gc.freeze()
+    gc.enable()
 
 
 class MemoryLimit:

@@ -296,15 +296,15 @@ class Replay:
             identity.check_mark(commit.run, self.run, protocol.round_name(number, "commit"))
         return commit
 
-    def check_same(self) -> None:
-        """Checks that the store still holds this run, and the end of the last round that this process has followed.
+    def check_same(self, *, last: bool = True) -> None:
+        """Checks that the store still holds this run, and the end of the `last` round that this process has followed.
 
         Raises:
           RunMismatchError: it holds another run, or another end of that round.
           ConnectionError: it holds none, as a folder under which nothing is mounted or a copy of an earlier day.
         """
         identity.check_same(self._store, self.run)
-        if self._last is None:
+        if self._last is None or not last:
             return
         name, found = protocol.round_name(self.round - 1, "commit"), self.read_commit(self.round - 1)
         cure = "start this island again, which goes on from where the run is now"

@@ -1,27 +1,24 @@
 """Papers of docstrings as BibTeX: every one can be read, and each has one entry and one key."""
 
-import ast
 import re
 from collections import defaultdict
-from pathlib import Path
+from functools import cache
 
 import pytest
+from sources import docstrings
 
 import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli.spellings import parse
 from jaxdist.analysis.references import _REFERENCE, read_references
 
-PACKAGE = Path(jd.__file__).parent
-KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef)
-CITING = {
-    f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'module')}": docstring
-    for path in sorted(PACKAGE.rglob("*.py"))
-    for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, KINDS) and "\nReferences:\n" in (docstring := ast.get_docstring(node) or "")
-}
 ENTRY = re.compile(r"@misc\{([a-z]+\d{4}[a-z0-9]+),\n((?:  \w+ = \{.+\},\n)+)\}")
 FORM = 'write `Authors, "Title", venue, arXiv:ID, year`, where the venue and the ID may be missing'
+
+
+@cache
+def citing():
+    return {place: text for place, text in docstrings().items() if "\nReferences:\n" in text}
 
 
 def read_bibtex(text):
@@ -31,8 +28,8 @@ def read_bibtex(text):
 
 
 def test_every_reference_can_be_read():
-    assert len(CITING) > 150
-    for place, docstring in CITING.items():
+    assert len(citing()) > 150
+    for place, docstring in citing().items():
         section = " ".join(docstring.partition("\nReferences:\n")[2].split())
         left = _REFERENCE.sub("", section)
         assert read_references(docstring), f"{place}: {FORM}"
@@ -41,7 +38,7 @@ def test_every_reference_can_be_read():
 
 def test_a_paper_is_cited_alike_wherever_it_is():
     papers = defaultdict(set)
-    for docstring in CITING.values():
+    for docstring in citing().values():
         for paper in read_references(docstring):
             for mark in (paper.key, paper.title.lower(), paper.eprint):
                 papers[mark].add(paper)
@@ -50,7 +47,7 @@ def test_a_paper_is_cited_alike_wherever_it_is():
 
 
 def test_years_are_near_those_of_the_preprints():
-    for place, docstring in CITING.items():
+    for place, docstring in citing().items():
         for paper in read_references(docstring):
             # A preprint may be posted after the publication, and a publication take its time.
             if paper.eprint:
@@ -58,7 +55,7 @@ def test_years_are_near_those_of_the_preprints():
 
 
 def test_every_docstring_with_references_gives_valid_entries():
-    for place, docstring in CITING.items():
+    for place, docstring in citing().items():
         method = type(place, (), {"__doc__": docstring})
         entries = read_bibtex(jd.analysis.bibtex(method))
         assert len(entries) == len(set(read_references(docstring)))

@@ -122,6 +122,7 @@ def test_feedback_needs_a_code_and_a_contraction():
         rules.compressed(rules.asgd(SGD), {"gradient": unknown}, feedback=("gradient",))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("timing_only", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_a_run_goes_on_from_a_file(name, timing_only, tmp_path):

@@ -489,6 +489,7 @@ def processes(request, tmp_path_factory):
     return results, obstore.store.from_url(f"s3://{bucket}/run", **server.options())
 
 
+@pytest.mark.slow
 def test_two_processes(processes):
     results, store = processes
     for number, result in enumerate(results):

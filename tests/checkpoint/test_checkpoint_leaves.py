@@ -129,8 +129,8 @@ def test_packed_codes_in_the_order_of_another_version_are_refused_by_name(tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(_manifest, "PACKING", 1)
         for name, tx in (("packed", packed), ("whole", whole)):
-            checkpoint.save(tmp_path / name, tx.init(params), 0)
+            checkpoint.save(tmp_path / name, jax.jit(tx.init)(params), 0)
     # Bytes that are codes by themselves are read.
-    checkpoint.restore(tmp_path / "whole", whole.init(params))
+    checkpoint.restore(tmp_path / "whole", jax.jit(whole.init)(params))
     with pytest.raises(ValueError, match=r"payload\.signs.* has packed codes in the order of another version"):
-        checkpoint.restore(tmp_path / "packed", packed.init(params))
+        checkpoint.restore(tmp_path / "packed", jax.jit(packed.init)(params))

@@ -59,6 +59,7 @@ def _check(figure):
         assert not box.padded(-2).overlaps(beside.padded(-2)), (text, other)
 
 
+@pytest.mark.sampled(3)
 @NAMES
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_race_has_a_legend_that_fits(names, count, drawn):

@@ -133,6 +133,7 @@ def test_every_reducer_of_the_guide_can_be_made(folder):
         parse.parse_reducer(name)
 
 
+@pytest.mark.slow
 def test_advise_takes_reducers_of_ones_own(folder, capsys):
     arguments = [*TINY, "--link", "10mbit,1ms", "--workers", "2", "--compute", "10", "--table", "advice.tex"]
     assert cli.main(["advise", *arguments, "--reducers", "exact", "own_reducers:code:4"]) == 0

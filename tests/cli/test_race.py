@@ -106,6 +106,7 @@ def test_the_schedule_of_a_method(name, expected):
     assert costs.schedule_of(name, parse.parse_method(name, "sgd:0.1")) == expected
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name",
     [
@@ -167,6 +168,7 @@ def test_the_traffic_of_the_compiled_step_is_that_of_its_trace():
         assert compiled.hops == pytest.approx(traced.hops)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("warm", "without"),
     [
@@ -185,6 +187,7 @@ def test_the_traffic_of_rounds_leaves_the_warm_up_out(warm, without):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_a_run_predicts_the_bytes_of_its_rounds():
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
     method = parse.parse_method("local_sgd:H=3", "sgd:0.1")
@@ -197,6 +200,7 @@ def test_a_run_predicts_the_bytes_of_its_rounds():
     assert sum(sent[3:]) == pytest.approx(3 * (own.wire_bytes - 6))  # a count leaves the mean of the loss out
 
 
+@pytest.mark.slow
 def test_a_warm_up_counts_its_hops_apart_from_those_of_coded_rounds():
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
     workload = digits.digits_workload(2)

@@ -87,8 +87,9 @@ def test_methods_that_need_the_rate_get_the_schedule():
             return (optax.apply_updates(params, updates), opt_state), {}
 
         state = jd.place((jd.PerWorker(jnp.zeros(())), tx.init(jnp.zeros(()))), 2)
+        simulated = jd.simulate(run, 2)
         for _ in range(6):
-            state, _ = jd.simulate(run, 2)(state, jnp.array([1.0, 3.0]))
+            state, _ = simulated(state, jnp.array([1.0, 3.0]))
         return float(jd.local_sgd.global_params(state[1]))
 
     assert step(method.optimizer) == step(by_hand)

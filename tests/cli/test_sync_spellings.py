@@ -1,6 +1,7 @@
 """Workers that meet every H steps, from the command line: spelled, trained, counted, evaluated, drawn."""
 
 import csv
+from functools import cache
 
 import jax
 import numpy as np
@@ -15,15 +16,19 @@ from jaxdist._cli.models import digits
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import starts, suites, train
 
-WORK = digits.digits_workload(2)
 OPTIMIZER = "sgd:0.1,momentum=0.9"
 TINY = ["--workload", "digits", "--model", "convnet:2", "--batch", "8", "--optimizer", OPTIMIZER]
+
+
+@cache
+def work():
+    return digits.digits_workload(2)
 
 
 def _prepare(spelling, workers=2, **settings):
     mesh = jd.make_mesh({"data": workers}, devices=jax.devices()[:workers])
     method = parse.parse_method(spelling, OPTIMIZER)
-    return train.prepare(WORK, **method._asdict(), mesh=mesh, batch_size=8, **settings)
+    return train.prepare(work(), **method._asdict(), mesh=mesh, batch_size=8, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +86,8 @@ def test_bytes_are_sent_in_rounds_alone(any_period, trained):
 
 
 def _loss(params):
-    metrics = jax.jit(WORK.metrics)
-    return np.mean([metrics(params, batch)["loss"] for batch in WORK.held_out(8)])
+    metrics = jax.jit(work().metrics)
+    return np.mean([metrics(params, batch)["loss"] for batch in work().held_out(8)])
 
 
 def test_what_was_agreed_on_is_evaluated_not_a_workers_own(any_period, trained):
@@ -97,7 +102,7 @@ def test_a_period_as_an_argument_is_the_period(any_period):
     longer = any_period.with_period(3).with_seed(1)
     records = [record for record, _ in train.steps(longer, 4)]
     assert [record.wire_bytes > 0 for record in records] == [False, False, True, False]
-    np.testing.assert_array_equal(longer.batch(0).images, WORK.batch(1, 0, 8).images)
+    np.testing.assert_array_equal(longer.batch(0).images, work().batch(1, 0, 8).images)
 
 
 @pytest.mark.slow
@@ -126,7 +131,7 @@ def test_train_with_sync_leaves_the_right_figures(tmp_path, capsys):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     def first():
-        params = WORK.init(jax.random.key(0))
+        params = work().init(jax.random.key(0))
         return train.TrainState(jd.PerWorker(params), parse.parse_method(name, OPTIMIZER).optimizer.init(params))
 
     mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
@@ -188,7 +193,7 @@ def test_a_shared_start_is_the_warm_up_of_the_method(spelling):
 
     def prepare(name, **settings):
         method = parse.parse_method(name, optimizer, steps)
-        return train.prepare(WORK, **method._asdict(), mesh=mesh, batch_size=8, **settings)
+        return train.prepare(work(), **method._asdict(), mesh=mesh, batch_size=8, **settings)
 
     exact = prepare("exact")
     *_, (_, state) = train.steps(exact, start)

@@ -278,6 +278,7 @@ EXTREMES_OF = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", [1, 5000])
 @pytest.mark.parametrize("dtype", EXTREMES_OF)
 def test_means_of_parts_do_not_overflow(dtype, size):

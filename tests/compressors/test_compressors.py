@@ -91,6 +91,7 @@ for code in (jc.fp8(), jc.dynamic_fp8(), jc.nuqsgd(4)):
 """
 
 
+@pytest.mark.slow
 def test_float64_without_jit():
     """XLA:CPU, optimizing, ends the process at an `or` of int32 and a constant that x64 makes int64."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -56,6 +56,7 @@ def own_error(rows, levels, norm):
     return lost / np.where(rows.any(1), (ratios**2).sum(1), 1)
 
 
+@pytest.mark.sampled(3)
 @each_code
 def test_a_bucket_is_shrunk_as_little_as_a_contraction_allows(code, levels, norm):
     rows = buckets(levels, norm)

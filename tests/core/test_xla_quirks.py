@@ -101,6 +101,11 @@ def test_products_of_constants_still_overflow():
 EXTREME_SIZES = (1, 7, 100, 4095, 4096, 5000, 70_001)
 
 
+@jax.jit
+def find_extremes(arrays):
+    return [(largest_entry(x), smallest_entry(x), largest_entry(abs(x)[None], 1)[0]) for x in arrays]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_extremes_are_those_of_numpy_wherever_a_value_is_not_finite(dtype, value):
@@ -109,12 +114,7 @@ def test_extremes_are_those_of_numpy_wherever_a_value_is_not_finite(dtype, value
     for row in rows:
         row[len(row) // 3] = value
     arrays = [jnp.asarray(row).astype(dtype) for row in rows]
-
-    @jax.jit
-    def find(arrays):
-        return [(largest_entry(x), smallest_entry(x), largest_entry(abs(x)[None], 1)[0]) for x in arrays]
-
-    for x, extremes in zip(arrays, find(arrays), strict=True):
+    for x, extremes in zip(arrays, find_extremes(arrays), strict=True):
         wide = np.asarray(x, np.float32)
         assert {leaf.dtype for leaf in extremes} == {x.dtype}
         np.testing.assert_array_equal(

@@ -120,7 +120,8 @@ def test_workers_that_never_agree_are_refused(make, message):
 
 
 def test_matcha_draws_until_all_communicate():
-    rates = [jd.topology.mixing_rate(jd.topology.matcha(jd.topology.ring(8), budget=0.1, seed=s)) for s in range(40)]
+    """Of these seeds, the first draws of 2 and 4 leave workers out."""
+    rates = [jd.topology.mixing_rate(jd.topology.matcha(jd.topology.ring(8), budget=0.1, seed=s)) for s in range(1, 5)]
     assert max(rates) < 1 - 1e-9
 
 
@@ -138,7 +139,9 @@ def test_push_sum_weights_survive_a_round_that_is_doubly_stochastic():
         return x, opt.method.value
 
     start = jnp.array([0.0, 4.0, 8.0, 12.0])
-    chosen, counted = (jax.vmap(lambda x, s=s: one_worker(x, s), axis_name="data")(start) for s in (True, False))
+    chosen, counted = (
+        jax.jit(jax.vmap(lambda x, s=s: one_worker(x, s), axis_name="data"))(start) for s in (True, False)
+    )
     np.testing.assert_allclose(chosen[0], counted[0], rtol=1e-6)
     np.testing.assert_allclose(chosen[1], counted[1], rtol=1e-6)
 

@@ -230,7 +230,7 @@ def test_another_version_of_jax_may_spell_programs_in_another_way_if_their_resul
     enter(store, tx)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("explicit", "inside"), [(True, False), (True, True), (False, False), (False, True)])
 def test_an_island_of_four_devices_joins_the_run_of_one(explicit, inside):
     """Its parameters are sharded, over a mesh whose axes the compiler uses, or one whose axes are part of types."""
@@ -434,7 +434,7 @@ def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent()
         assert other_store.list("") == names
 
 
-@pytest.mark.parametrize("rounds", [3, 8])
+@pytest.mark.parametrize("rounds", [3, 7])
 def test_a_store_that_is_set_back_is_noticed_before_a_second_run_grows_in_it(rounds):
     """As by a copy of yesterday: what enters goes on from there, and a running island must not go on beside it."""
     store, tx = islands.memory(), method(inner=optax.sgd(0.1))

@@ -214,7 +214,7 @@ def test_old_rounds_go_and_a_straggler_jumps_over_them():
         assert report.round == 32
 
 
-def test_an_island_that_slept_for_407_rounds_is_in_step_after_one_meeting():
+def test_an_island_that_slept_for_107_rounds_is_in_step_after_one_meeting():
     """It reads the newest kept parameters and the rounds since, however many there were."""
     tx, calls = method("4 bits with feedback", inner=optax.sgd(0.1)), []
 
@@ -230,13 +230,13 @@ def test_an_island_that_slept_for_407_rounds_is_in_step_after_one_meeting():
     ):
         state, other = step_of(tx)(slept.enter(begin(tx)), GOALS[0]), awake.enter(begin(tx))
         moved = jax.tree.map(lambda a, p: a - p, total(state.opt.anchor), total(state.params))
-        for _ in range(407):
+        for _ in range(107):
             other, report = awake.meet(other)
         awake.leave()
         calls.clear()
         state, found = slept.meet(state)
         assert (found.counted, found.late, found.round) == (True, True, report.round + 1)
-        # Of each round a commit, a drift's record and its body, and listings; of 407 rounds it would be 2,000.
+        # Of each round a commit, a drift's record and its body, and listings; of 107 rounds it would be 500.
         assert len(calls) <= 2 * 10 * 5 + 30
         assert len(slept._replay._bodies) <= 2
         taken = contribution(store, "slept", report.round, tx, state)

@@ -140,6 +140,7 @@ def silent_from(store, moment, silent):
     return wrap(store, around)
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_answers_that_are_lost_for_the_rest_of_a_meeting_lose_and_double_no_progress(overlap):
     """From each call of it on: the store may have the drift, or even the commit, and the island does not know it."""

@@ -97,7 +97,10 @@ def test_one_round_on_given_drifts_is_that_of_local_steps_on_a_mesh(reducer):
     assert_within_ulps(global_params(found["a"][0]), on_a_mesh(tx, 1), 2)
 
 
-@pytest.mark.parametrize("examples", [None, {"a": 3, "b": 1, "c": 4}], ids=["even", "weighted"])
+EVEN = pytest.param(None, marks=pytest.mark.slow, id="even")
+
+
+@pytest.mark.parametrize("examples", [EVEN, pytest.param({"a": 3, "b": 1, "c": 4}, id="weighted")])
 def test_directions_and_lengths_are_merged_as_on_a_mesh(examples):
     """In every bit of each island; up to two units in the last place of the largest entry of a mesh."""
     inner = optax.sgd(0.1)
@@ -298,6 +301,7 @@ def test_an_island_that_was_late_and_is_in_time_again_is_waited_for():
         assert island._late == 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("examples", [float("nan"), float("inf"), -1.0, 1e39])
 def test_a_weight_that_would_spoil_the_mean_of_all_is_refused(examples):
     tx = method(inner=optax.sgd(0.1))

@@ -321,9 +321,9 @@ def test_buffers_restart_from_the_models_after_the_round():
         return {"x": state["x"] + updates, "opt": opt}, {}
 
     state = jd.place({"x": jd.PerWorker(jnp.zeros(1)), "opt": tx.init(jnp.zeros(1))}, 2)
-    models = []
+    models, run = [], jd.simulate(step, workers=2)
     for _ in range(8):
-        state, _ = jd.simulate(step, workers=2)(state, goals)
+        state, _ = run(state, goals)
         models.append(np.asarray(state["x"].value))
     np.testing.assert_allclose(models[3], 0, atol=1e-6)
     np.testing.assert_allclose(models[4:], models[:4], atol=1e-6)
@@ -482,8 +482,9 @@ def test_optimizers_that_look_at_the_loss_take_one_step_in_the_warm_up(examples)
 
     params = {"a": jnp.ones(3), "b": jnp.ones(2)}
     state = jd.init_state(lambda: (jd.PerWorker(params), tx.init(params)), 2)
+    run = jd.simulate(step, 2)
     for number in range(3):
-        state, _ = jd.simulate(step, 2)(state, jnp.array([0.0, 3.0]))
+        state, _ = run(state, jnp.array([0.0, 3.0]))
         models = state[0].value["a"]
         assert (models[0] == models[1]).all() == (number < 2)
         if number == 0:

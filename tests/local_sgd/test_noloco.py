@@ -63,6 +63,7 @@ def test_narrow_steps_do_not_round_a_round():
     np.testing.assert_allclose(params[-1], state.slow.value, atol=1e-6)
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("workers", "pull"), [(4, None), (5, 0.3)])
 def test_twenty_rounds_equal_the_paper(workers, pull):
     """One array is sent in place of two, and the numbers are those of two."""

@@ -39,6 +39,7 @@ def dense():
     return value_and_grads(lambda x, w, b: x @ w + b.reshape(1, 1, -1), X, W, B)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("in_splits", "out_splits", "remat"), [(2, 7, True), (3, 4, True), (4, 1, False)])
 def test_dense_equals_untiled(in_splits, out_splits, remat, dense):
     """Also where the splits do not divide: 10 rows in 3 or 4, 14 columns in 4."""
@@ -59,6 +60,7 @@ def test_gradients_of_tiles(dense):
     assert not gradient.tiles[0][3][:, 2:].any()
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("activation", "splits"), [(jnp.tanh, 1), (jax.nn.sigmoid, 4)])
 def test_mlp_equals_untiled(activation, splits):
     """14 hidden units in 4 pieces; sigmoid of nothing is not nothing, and must not reach the padding of `w_out`."""

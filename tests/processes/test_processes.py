@@ -24,6 +24,10 @@ def cover_every_message() -> list[str]:
     while left:
         chosen.append(max(sent, key=lambda name: len(sent[name] & left)))
         left -= sent[chosen[-1]]
+    # Of those that send what only one of the chosen sends, the one with the fewest messages.
+    for number, name in enumerate(chosen):
+        alone = sent[name].difference(*(sent[other] for other in chosen if other != name))
+        chosen[number] = min((each for each in sent if alone <= sent[each]), key=lambda each: len(CASES[each].wire))
     return chosen
 
 

@@ -52,7 +52,7 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 
 
 # The block of the README has a test of its own.
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page.name != "README.md"], ids=page_id)
 def test_page_runs(page, capsys):
     namespace = {"__name__": "__main__"}

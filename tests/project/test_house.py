@@ -3,12 +3,9 @@
 import ast
 import re
 from collections import defaultdict
-from pathlib import Path
 
-import jaxdist
+from sources import PACKAGE, docstrings, modules
 
-PACKAGE = Path(jaxdist.__file__).parent
-SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 PUBLIC_NAMES = 50
 # Workers and programs are things: "a worker that waits", not "whoever waits"; a file "is" in a folder.
 # JAX's maxima and minima of many entries, which lose NaN on CPU, and those over workers, which depend on the wiring.
@@ -31,7 +28,7 @@ def functions(tree: ast.AST, outer: tuple[str, ...] = ()):
 def test_functions_nest_at_most_once():
     deep = [
         f"{path.name}:{node.lineno}"
-        for path, tree in SOURCES.items()
+        for path, tree in modules().items()
         for node, outer in functions(tree)
         if len(outer) > 1
     ]
@@ -41,7 +38,7 @@ def test_functions_nest_at_most_once():
 def test_no_inner_function_is_called_one():
     found = [
         f"{path.name}:{node.lineno}"
-        for path, tree in SOURCES.items()
+        for path, tree in modules().items()
         for node, outer in functions(tree)
         if outer and node.name == "one"
     ]
@@ -50,7 +47,7 @@ def test_no_inner_function_is_called_one():
 
 def test_a_public_class_name_means_one_thing():
     places = defaultdict(list)
-    for path, tree in SOURCES.items():
+    for path, tree in modules().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(PACKAGE)))
@@ -61,7 +58,7 @@ def test_a_public_class_name_means_one_thing():
 def test_the_top_level_stays_small():
     names = {
         alias.asname
-        for node in ast.walk(SOURCES[PACKAGE / "__init__.py"])
+        for node in ast.walk(modules()[PACKAGE / "__init__.py"])
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname and not alias.asname.startswith("_")
@@ -74,7 +71,7 @@ def test_the_top_level_stays_small():
 
 def test_rooms_import_no_private_modules_of_other_rooms():
     found = []
-    for path, tree in SOURCES.items():
+    for path, tree in modules().items():
         here = ("jaxdist", *path.relative_to(PACKAGE).parent.parts)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level:
@@ -86,21 +83,14 @@ def test_rooms_import_no_private_modules_of_other_rooms():
 
 
 def test_docstrings_do_not_speak_of_things_as_of_people():
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    texts = {
-        f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'module')}": ast.get_docstring(node) or ""
-        for path, tree in SOURCES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, kinds)
-    }
-    found = {place: PEOPLE.findall(text) for place, text in texts.items() if PEOPLE.search(text)}
+    found = {place: PEOPLE.findall(text) for place, text in docstrings().items() if PEOPLE.search(text)}
     assert not found, f"{ADVICE}: {found}"
 
 
 def test_error_messages_do_not_either():
     found = [
         f"{path.relative_to(PACKAGE)}:{text.lineno}"
-        for path, tree in SOURCES.items()
+        for path, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Raise)
         for text in ast.walk(node)
@@ -130,7 +120,7 @@ def test_maxima_keep_nan():
     places = {PACKAGE / "_core/xla_quirks.py": EXTREMES, PACKAGE / "comm/over.py": OVER_WORKERS}
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
-        for path, tree in SOURCES.items()
+        for path, tree in modules().items()
         for node in extremes(tree)
         if not (isinstance(node, ast.Attribute) and node.attr in places.get(path, ()))
     ]

@@ -1,5 +1,7 @@
 """Options that the pages and the other tests leave at their defaults do what they say."""
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -186,7 +188,7 @@ def test_evaluation_and_plans_take_the_specs_of_a_batch():
 def test_noise_decides_how_nuqsgd_rounds():
     x = jnp.array([1.0, 0.6, 0.3])
     rounded = [
-        code.decompress(code.compress(x, jax.random.key(0)), x)
+        jax.jit(lambda x, code=code: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
         for code in (
             jd.compressors.nuqsgd(4, norm="max", noise=lambda key, shape, u=u: jnp.full(shape, u)) for u in (0.0, 0.999)
         )
@@ -269,6 +271,7 @@ def test_groups_exchange_in_the_code_that_they_are_given():
 def test_the_base_decides_the_levels_of_nuqsgd():
     x = jax.random.normal(jax.random.key(0), (512,))
 
+    @partial(jax.jit, static_argnums=0)
     def decoded(base):
         code = jd.compressors.nuqsgd(4, base=base)
         return code.decompress(code.compress(x, jax.random.key(1)), jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -26,7 +26,8 @@ PAGES = sorted(
     - {REPOSITORY / "docs/reference/compositions.md"}
 )
 TABLE = REPOSITORY / "benchmarks/reports/2026-11-feedback/feedback.jsonl"
-COMMANDS = REPOSITORY / "benchmarks/reports/2026-11-starts/commands.jsonl"
+COMMANDS = REPOSITORY / "benchmarks/reports/2026-11-commands/commands.jsonl"
+WHOLE = COMMANDS.with_name("whole.jsonl")
 MEMORIES = ("error_feedback", "loco", "ef21")
 # Some names of the package are imported when they are asked for.
 TOP = {name: getattr(jd, name) for name in dir(jd)}
@@ -156,21 +157,56 @@ def commands(monkeypatch):
 
 
 def test_commands_of_pages_are_read_as_compare_spells_them(commands):
-    read = commands.read_command("jaxdist train --sync diloco:H=50 --reducer ef:qsgd:4 --steps 500")
-    assert read == (("text", "adamw:1e-3", 500), ("diloco:H=50/ef:qsgd:4",))
-    read = commands.read_command("jaxdist compare --reducers exact ef:sign --workload digits --seeds 3")
-    assert read == (("digits", "adamw:2e-3", 200), ("exact", "ef:sign"))
-    left_out = ["train --zero 3 --reducer two_shot:int8", "train --reducer my_reducers:diana", "train --steps 1000"]
-    assert not any(commands.read_command(f"jaxdist {command}") for command in left_out)
-    plain = ["exact", "ef:sign", "diloco:H=9/ef:qsgd:4", "diloco:H=9/qsgd:4", "compressed_adam:2e-3/ef:sign"]
-    found = [commands.plain_form(method) for method in plain]
-    assert found == [None, "sign", "diloco:H=9/qsgd:4", "diloco:H=9", "compressed_adam:2e-3/sign"]
+    def read(command):
+        return commands.read_command(f"jaxdist {command}")
+
+    text, digits = commands.Setting("text", "adamw:1e-3", 500), commands.Setting("digits", "adamw:2e-3", 200)
+    found = read("train --sync diloco:H=50 --reducer ef:qsgd:4 --steps 500")
+    assert found == (text, ("diloco:H=50/ef:qsgd:4",))
+    found = read("compare --reducers exact ef:sign --workload digits --seeds 3")
+    assert found == (digits, ("exact", "ef:sign"))
+    assert read("train --steps 1000 --save-every 50")[0] == text._replace(steps=200)
+    assert read("train --steps 2000 --text my-notes/")[0] == text._replace(steps=1000, text="my-notes/")
+    assert read("train --zero 3 --reducer two_shot:int8")[1] == ("zero:3/two_shot:int8",)
+    found = read("compare --suite local --workers 4 8")[1]
+    assert found == ("exact", "diloco:H=32,momentum=0.9,warmup_steps=102/two_shot:qsgd:4")
+    assert read("compare --model my_model:make --reducers ef:sign")[0].model == "my_model:make"
+    others = ("train --zero 3 --offload host", "train --islands x", "train --engine ray --rule bsp")
+    assert not any(map(read, (*others, "compare --suite compression", "compare --suite local --start 0")))
+    named = ["exact", "ef:sign", "diloco:H=9/ef:qsgd:4", "diloco:H=9/qsgd:4", "compressed_adam:2e-3/ef:sign"]
+    named += ["zero:1", "zero:3/two_shot:int8", "my_reducers:diana:qsgd:2,rate=0.1"]
+    plain = [None, "sign", "diloco:H=9/qsgd:4", "diloco:H=9", "compressed_adam:2e-3/sign"]
+    plain += ["exact", "two_shot:int8", "qsgd:2"]
+    assert [commands.plain_form(method) for method in named] == plain
+
+
+def test_commands_that_compare_does_not_have_are_run_whole(commands):
+    own, plain, exact = commands.spell_forms("jaxdist train --zero 3 --offload nvme:/scratch/run --steps 1000")
+    small = "train --zero 3 --offload nvme:disk --model gpt:tiny --steps 200 --no-baseline"
+    assert own == (small,)
+    assert plain == (small.replace(" --offload nvme:disk", ""),)
+    assert exact == ("train --model gpt:tiny --steps 200 --no-baseline --reducer exact",)
+    islands = "train --sync diloco:H=50 --model gpt:tiny --steps 200 --islands store --begin-with 2 --name "
+    own, plain, exact = commands.spell_forms("jaxdist train --sync diloco:H=50 --islands s3://a/b --name eu-1")
+    assert own == (f"{islands}a", f"{islands}b")
+    together = "--model gpt:tiny --steps 200 --no-baseline --devices 2 --batch 64"
+    assert (plain, exact) == ((f"train --sync diloco:H=50 {together}",), (f"train {together} --reducer exact",))
+    coded = commands.spell_forms("jaxdist train --sync diloco:H=50 --reducer ef:qsgd:4 --islands s3://a/b")
+    assert coded[1] == own
+
+
+def test_every_command_that_trains_is_measured(commands):
+    """Other than those that the script leaves out."""
+    whole = {each.command for each in commands.whole_commands()}
+    known = [command for command, _ in commands.commands() if not any(x in command for x in commands.LEFT_OUT)]
+    assert all(commands.read_command(command) or command in whole for command in known)
+    assert len(whole) > 4
 
 
 def test_commands_of_pages_are_no_worse_than_their_plain_form(commands):
     """The held-out losses of the report, which has each of them; a memory that loses would be bad advice."""
     rows, named = commands.read_rows(COMMANDS), commands.methods_of_pages()
-    assert sum(len(methods) for methods in named.values()) > 20
+    assert sum(len(methods) for methods in named.values()) > 50
     for setting, methods in named.items():
         for method in methods:
             losses = rows[setting][method]
@@ -179,6 +215,25 @@ def test_commands_of_pages_are_no_worse_than_their_plain_form(commands):
             if plain:
                 assert not is_worse(losses, rows[setting][plain], 0.005), (setting, method)
     assert COMMANDS.with_suffix(".md").read_text() == commands.make_table(rows) + "\n"
+
+
+def test_whole_commands_of_pages_are_no_worse_than_their_plain_form(commands):
+    rows = commands.read_whole(WHOLE)
+    for each in commands.whole_commands():
+        own, plain, exact = (rows[form] for form in (each.own, each.plain, each.exact))
+        assert len(own) == len(plain) == len(exact) == 3
+        assert not is_worse(own, plain, 0.005), each.command
+    assert WHOLE.with_suffix(".md").read_text() == commands.make_whole_table(rows) + "\n"
+
+
+@pytest.mark.slow
+def test_whole_commands_train_as_the_report_says(commands):
+    """With the first seed."""
+    rows = commands.read_whole(WHOLE)
+    forms = {form for each in commands.whole_commands() for form in (each.own, each.plain)}
+    assert len(forms) > 5
+    for form in sorted(forms):
+        assert commands.measure_whole(form, 1)["losses"][0] == pytest.approx(rows[form][0], rel=0.02), form
 
 
 # --- a small run of each line ---

@@ -135,6 +135,7 @@ def test_means_of_decoded_payloads(mesh, monkeypatch, platform, workers):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [1, FEW, FEW + 1, 3 * FEW])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint8])
 def test_split_is_the_inverse_of_concatenate(number, dtype):

@@ -28,6 +28,7 @@ def uniforms(steps, workers, size):
     return np.asarray([[one(step, worker) for worker in range(workers)] for step in range(steps)])
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_follows_the_reference(scale):
     """At 20 times the scale some of the entries clip."""
@@ -122,6 +123,7 @@ def test_nan_is_sent_as_zero_by_one_and_seen_by_all_with_the_other():
     assert np.isnan(trajectory(integer_sum(), updates)[0][1]).any()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("bits", "largest"), [(8, 1e-37), (32, 1e-37), (32, 1e-32)])
 def test_tiny_leaves_are_not_lost(bits, largest):
     """The scale of the largest entry, levels / 1e-37, is no float."""

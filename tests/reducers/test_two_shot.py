@@ -23,7 +23,7 @@ def rows(*shape, seed=0):
 
 
 def coded(code, x):
-    return code.decompress(code.compress(jnp.asarray(x), jax.random.key(0)), x)
+    return jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(jnp.asarray(x))
 
 
 def nearest(levels):

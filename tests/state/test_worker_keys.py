@@ -80,6 +80,7 @@ def test_new_workers_get_new_keys(rule, count):
     assert len(set(new)) == count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_a_checkpoint_has_the_keys_that_resize_gives(tmp_path, count):
     state = jd.init_state(build, 8)

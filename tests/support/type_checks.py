@@ -16,6 +16,7 @@ from beartype import BeartypeConf, beartype
 from jaxtyping import TypeCheckError, jaxtyped
 
 _HAS_SHAPE = re.compile(r"\w+\[[^][]*, '[^']*'\]")
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 # An int is a float to a type checker.
 _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True, violation_type=TypeCheckError))
 
@@ -62,28 +63,23 @@ class _Finder(MetaPathFinder):
 class _Loader(SourceFileLoader):
     def get_code(self, fullname):
         # Not `source_to_code`, whose result would be written to the files of compiled code that users load.
-        tree = _Decorate().visit(ast.parse(self.get_data(self.path), self.path))
-        return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
+        tree = ast.parse(self.get_data(self.path), self.path)
+        _decorate(tree)
+        first = next(i for i, each in enumerate([*tree.body, None]) if not _is_docstring_or_future(each))
+        tree.body[first:first] = ast.parse("from type_checks import check_types as CHECK_TYPES").body
+        return compile(tree, self.path, "exec", dont_inherit=True)
 
 
-class _Decorate(ast.NodeTransformer):
-    def visit_Module(self, node):
-        self.generic_visit(node)
-        first = next(i for i, each in enumerate([*node.body, None]) if not _is_docstring_or_future(each))
-        node.body[first:first] = ast.parse("from type_checks import check_types as CHECK_TYPES").body
-        return node
-
-    def visit_FunctionDef(self, node):
-        self.generic_visit(node)
-        # Innermost, below `jax.jit` and `custom_vjp`. A class would mangle a name that begins with two underscores.
-        node.decorator_list.append(ast.Name("CHECK_TYPES", ast.Load()))
-        return node
-
-    def visit_ClassDef(self, node):
-        self.generic_visit(node)
-        # Outermost: `dataclass` makes the function that takes the fields.
-        node.decorator_list.insert(0, ast.Name("CHECK_TYPES", ast.Load()))
-        return node
+def _decorate(node):
+    """Of statements alone: `ast.NodeTransformer` visits every expression too, which takes several times as long."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _STATEMENTS):
+            _decorate(child)
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        check = ast.copy_location(ast.Name("CHECK_TYPES", ast.Load()), node)
+        # Of a function innermost, below `jax.jit` and `custom_vjp`. Of a class outermost: `dataclass` makes the
+        # function that takes the fields. A class would mangle a name that begins with two underscores.
+        node.decorator_list.insert(0 if isinstance(node, ast.ClassDef) else len(node.decorator_list), check)
 
 
 def _is_docstring_or_future(node):

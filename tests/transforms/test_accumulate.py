@@ -29,8 +29,9 @@ def test_updates_that_are_wider_than_gradients(name):
 
     params = {"w": jnp.ones(3, dtype)}
     state = jd.place((params, tx.init(params)), 2)
+    run = jd.simulate(step, workers=2)
     for gradient, expected in ((1.0, 1.0), (3.0, 0.0)):
-        state, updates = jd.simulate(step, workers=2)(state, jnp.full(2, gradient))
+        state, updates = run(state, jnp.full(2, gradient))
         assert updates["w"].dtype == jnp.float32
         assert state[0]["w"].dtype == dtype
         assert jnp.ravel(state[0]["w"]).tolist() == [expected] * state[0]["w"].size

@@ -70,6 +70,7 @@ OF_ROWS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mean", OF_ROWS.values(), ids=OF_ROWS)
 def test_parts_of_a_masked_mean_count_as_their_number(mean):
     data = masked_batch()
@@ -147,6 +148,7 @@ EXACT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss", EXACT.values(), ids=EXACT)
 def test_parts_give_the_step_of_the_whole(loss):
     data = {**masked_batch(), "weights": 1 + np.arange(masked_batch()["y"].size, dtype=np.float32).reshape(16, -1) % 5}

@@ -247,7 +247,7 @@ def marks_of(tree):
     return {kind: sum(isinstance(x, kind) for x in leaves) for kind in (jd.PerWorker, jd.Sharded)}
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].levels == 1])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a biased code without feedback
 def test_every_reducer_keeps_its_marks_in_an_nnx_optimizer(name):
@@ -423,6 +423,7 @@ LIFTED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", LIFTED)
 def test_lifted_transforms_of_nnx_change_no_gradient(name, parts):

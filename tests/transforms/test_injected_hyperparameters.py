@@ -88,7 +88,7 @@ def with_huge(rng, step, value):
     return found
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_huge_entry_costs_at_most_a_step(name):
     """Finite, and so let in by a guard that looks no further; what a state keeps of it may overflow a step later."""
@@ -109,7 +109,7 @@ def test_a_huge_entry_costs_at_most_a_step(name):
 # ---- each worker guards its own step, and no other hears of it
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", ALONE)
 def test_one_worker_sits_a_step_out(name):
     """What it does then is what `active=False` does, in the step in which workers meet and in the others."""

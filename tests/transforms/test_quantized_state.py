@@ -144,6 +144,7 @@ def test_refusals():
         jd.transforms.quantized_state(optax.adam(1e-3), smallest=0)
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("host", [False, True])
 def test_codes_and_their_scales_stay_together_when_workers_leave(host):
     """The mean of one worker's scales and another's is of neither; each worker goes on with what one had."""

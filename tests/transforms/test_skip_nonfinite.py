@@ -231,6 +231,7 @@ def test_state_on_the_host_of_one_device_is_guarded():
     np.testing.assert_allclose(found, [0.9, 0.9, 0.8004], atol=1e-4)
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("axis", ["chip", None])
 def test_the_norm_of_residuals_inside_of_local_steps(axis):
     """Of all workers of both levels, or of those of the outer one that decide alone."""
@@ -276,6 +277,7 @@ LABEL_CHAINS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LABEL_CHAINS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_step_whose_loss_is_nan_does_not_happen(name, shared):

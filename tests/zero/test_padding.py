@@ -28,6 +28,7 @@ TWO_SHOTS = jd.two_shot(FILLS, second=INT8, server_feedback=False)
 TWO_LEVELS = jd.hierarchical(inner=jd.two_shot(FILLS), outer=jd.two_shot(INT8, server_feedback=False))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 48])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_cleared(size, groups):

@@ -261,6 +261,7 @@ def evaluate_on_parts(f, *arrays):
     return jax.tree.map(lambda p: p[2], found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int32", "bool", "float8_e4m3fn"])
 def test_reductions_of_dtypes_without_infinity(dtype):
     """With numbers that have no negative, or that padding must not replace."""
