@@ -31,7 +31,7 @@ FENCED = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTA
 COLUMNS = 84
 # Pages that a newcomer follows line by line: what they show is what the blocks print, on this machine too.
 TRANSCRIPTS = (
-    *("docs/index.md", "docs/tutorial.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md"),
+    *("docs/index.md", "docs/all-of-jaxdist.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md"),
     *("docs/how-to/train-a-language-model.md", "docs/how-to/tensor-parallelism.md"),
     "docs/how-to/keep-your-shardings.md",
 )
@@ -50,9 +50,13 @@ def blocks(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start(2)), dedent(match[2])) for match in found]
 
 
-# The block of the README has a test of its own.
+# The block of the README has a test of its own. This page, the longest, compiles eight programs.
+LONG = {"all-of-jaxdist.md": pytest.mark.slow}
+RUN = [pytest.param(page, marks=LONG.get(page.name, ())) for page in PAGES if blocks(page) and page.name != "README.md"]
+
+
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page.name != "README.md"], ids=page_id)
+@pytest.mark.parametrize("page", RUN, ids=page_id)
 def test_page_runs(page, capsys):
     namespace = {"__name__": "__main__"}
     # With the settings of a reader, not with the stricter ones of our tests.

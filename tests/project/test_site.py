@@ -27,7 +27,7 @@ SEARCHES = {
     "orbax": "reference/checkpoint/",
 }
 # Pages with figures, tabs, tables and long code.
-LOOKED_AT = ("", "tutorial/", "how-to/how-to-choose-a-reducer/", "how-to/use-flax/", "reference/")
+LOOKED_AT = ("", "all-of-jaxdist/", "how-to/how-to-choose-a-reducer/", "how-to/use-flax/", "reference/")
 SCROLLING_CODE = """[...document.querySelectorAll('article pre > code')]
     .filter(code => code.offsetParent && code.scrollWidth > code.clientWidth).map(code => code.innerText)"""
 
