@@ -15,7 +15,8 @@ import jax
 import optax
 import pytest
 from paths import REPOSITORY
-from public_names import documented, public_names, resolve, tables, with_contents
+from public_names import documented, public_names, resolve, summarize, tables, with_contents, with_sentences
+from repository_links import LINK, with_links
 from transcripts import assert_alike
 
 import jaxdist
@@ -236,6 +237,45 @@ def test_a_long_page_of_the_reference_starts_with_a_table_of_its_entries():
     assert rest == page.removeprefix("# Sums\n\nAll of them.\n\n")
     short = page.split("\n\n::: jaxdist.two_shot")[0]
     assert with_contents(short) == short
+
+
+def test_each_method_that_works_has_a_sentence():
+    page = (
+        "| kind | names |\n|---|---|\n| means | [`exact`][jaxdist.exact], [`two_shot`][jaxdist.two_shot], `jaxdist` |\n"
+    )
+    rows = with_sentences(f"Text.\n\n{page}\nText.\n").splitlines()[4:-2]
+    assert [row.split(" | ")[:2] for row in rows] == [
+        ["| means", "[`exact`][jaxdist.exact]"],
+        ["| ", "[`two_shot`][jaxdist.two_shot]"],
+        ["| ", "`jaxdist`"],
+    ]
+    assert rows[0].endswith(f"| {summarize(jaxdist.exact)} |")
+    works = (ROOT / "docs/what-works.md").read_text()
+    silent = re.findall(r"^\|.*\| (\S+\]\[jaxdist\S+) \|  \|$", with_sentences(works), re.MULTILINE)
+    assert not silent, f"begin the docstring with a sentence: {', '.join(silent)}"
+
+
+@pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="a source distribution has no reports")
+def test_links_of_pages_into_the_repository_lead_to_files():
+    found = [
+        (page, match["target"])
+        for page in ROOT.glob("docs/**/*.md")
+        for match in LINK.finditer(page.read_text())
+        if not (page.parent / match["target"]).exists()
+    ]
+    assert not found
+
+
+def test_links_into_the_repository_lead_to_its_host_on_the_site():
+    text = "[why](../faq.md), [report](../../benchmarks/reports/x.md), [`all`](../../benchmarks)"
+    host = "https://example.org/team/jaxdist"
+    assert with_links(text, "how-to/page.md", host) == (
+        f"[why](../faq.md), [report]({host}/blob/main/benchmarks/reports/x.md), [`all`]({host}/tree/main/benchmarks)"
+    )
+    assert with_links(text, "how-to/page.md", "") == "[why](../faq.md), report, `all`"
+    button = "[Source](../README.md){ .md-button }"
+    assert with_links(button, "index.md", host) == f"[Source]({host}/blob/main/README.md){{ .md-button }}"
+    assert with_links(button, "index.md", "") == ""
 
 
 def test_every_reference_entry_has_a_docstring():

@@ -25,9 +25,20 @@ SEARCHES = {
     "dataloader": "how-to/load-data/",
     "federated": "how-to/federated-and-edge/",
     "orbax": "reference/checkpoint/",
+    "fsdp": "explanation/glossary/",
+    "hsdp": "explanation/glossary/",
+    "ema": "how-to/evaluate-while-training/",
+    "progress bar": "explanation/glossary/",
+    "hugging face": "explanation/glossary/",
+    "colab": "explanation/glossary/",
+    "torchrun": "explanation/glossary/",
+    "accelerate": "explanation/glossary/",
 }
 # Pages with figures, tabs, tables and long code.
-LOOKED_AT = ("", "all-of-jaxdist/", "how-to/how-to-choose-a-reducer/", "how-to/use-flax/", "reference/")
+LOOKED_AT = (
+    *("", "all-of-jaxdist/", "how-to/how-to-choose-a-reducer/", "how-to/use-flax/", "reference/", "what-works/"),
+    *("papers/", "explanation/glossary/", "explanation/measurements/", "reference/errors/"),
+)
 SCROLLING_CODE = """[...document.querySelectorAll('article pre > code')]
     .filter(code => code.offsetParent && code.scrollWidth > code.clientWidth).map(code => code.innerText)"""
 

@@ -1,0 +1,35 @@
+"""A hook of mkdocs: what pages link to in the repository outside of `docs`, such as reports, leads to its host.
+
+In a clone and on the host such relative links work as they are. On the site they become links to the repository that
+`JAXDIST_REPOSITORY` names (`https://host/owner/jaxdist`), in the revision `JAXDIST_REVISION`; without it, their text.
+"""
+
+import os
+import posixpath
+import re
+
+# The attributes of a button go with its link.
+LINK = re.compile(r"\[(?P<text>[^\[\]]+)\]\((?P<target>(?:\.\./)+[\w./-]+)\)(?P<attributes>\{[^}]*\})?")
+
+
+def with_links(markdown: str, page: str, repository: str, revision: str = "main") -> str:
+    """The text of a page, by its path under `docs`, with links that lead out of `docs` to a repository, or without."""
+
+    def replace(match: re.Match) -> str:
+        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), match["target"]))
+        if path.startswith("docs/"):
+            return match[0]
+        text, attributes = match["text"], match["attributes"] or ""
+        if not repository:
+            return "" if attributes else text
+        kind = "blob" if posixpath.splitext(path)[1] else "tree"
+        return f"[{text}]({repository}/{kind}/{revision}/{path}){attributes}"
+
+    return LINK.sub(replace, markdown)
+
+
+def on_page_markdown(markdown: str, page, **options) -> str:
+    """Changes the links of a page; mkdocs calls this for every page."""
+    del options
+    repository = os.environ.get("JAXDIST_REPOSITORY", "").rstrip("/")
+    return with_links(markdown, page.file.src_uri, repository, os.environ.get("JAXDIST_REVISION") or "main")
