@@ -598,6 +598,17 @@ def reducers_measured():
     save(figure, "reducers_measured")
 
 
+def new_compressor():
+    """The figure of a notebook, by the cells of its page."""
+    page = (FOLDER.parent / "notebooks" / "new-compressor.md").read_text()
+    # With the settings of a reader.
+    with mpl.rc_context(mpl.rcParamsDefault | {"svg.hashsalt": STYLE["svg.hashsalt"]}):
+        cells = {"__name__": "__main__"}
+        for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+            exec(code, cells)
+        save(cells["figure"], "new_compressor")
+
+
 # Colors of families, by how the names of their methods begin.
 FAMILIES = {
     "exact|f16|int8": GRAY,
@@ -613,6 +624,7 @@ FIGURES = {
     for f in (
         home,
         reducers_measured,
+        new_compressor,
         architecture,
         compression,
         low_rank,

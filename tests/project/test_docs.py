@@ -35,6 +35,8 @@ TRANSCRIPTS = (
     *("docs/index.md", "docs/all-of-jaxdist.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md"),
     *("docs/how-to/train-a-language-model.md", "docs/how-to/tensor-parallelism.md"),
     "docs/how-to/keep-your-shardings.md",
+    *(f"docs/notebooks/{name}.md" for name in ("first-steps", "choose-a-reducer", "new-compressor")),
+    "docs/notebooks/diloco-and-islands.md",
 )
 SHOWN = re.compile(r"^( *)```\n\n\1```text\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -51,8 +53,9 @@ def blocks(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start(2)), dedent(match[2])) for match in found]
 
 
-# The block of the README has a test of its own. This page, the longest, compiles eight programs.
-LONG = {"all-of-jaxdist.md": pytest.mark.slow}
+# The block of the README has a test of its own. These pages compile many programs.
+NAMES = ("all-of-jaxdist", "first-steps", "new-compressor", "diloco-and-islands")
+LONG = {f"{name}.md": pytest.mark.slow for name in NAMES}
 RUN = [pytest.param(page, marks=LONG.get(page.name, ())) for page in PAGES if blocks(page) and page.name != "README.md"]
 
 
