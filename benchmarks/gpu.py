@@ -7,8 +7,9 @@ that ends early loses nothing. Sections run in processes of their own: one that 
 other. The yardstick is a warm copy in place, `-x` with a donated argument, which reads and writes the array once; a row
 is held to the bytes that it must move at that rate.
 
-`PYTHON` has PyTorch for the GPU, and torchao and bitsandbytes if they are to be measured: what is not there is skipped,
-and named in the report. `--smallest` is for a test on a CPU: the same code, and numbers that mean nothing.
+`PYTHON` has PyTorch for the GPU, and torchao and bitsandbytes if they are to be measured: what is not there is
+skipped, and named in the report. It fails where a code of blocks was compiled without its one-pass kernel.
+`--smallest` is for a test on a CPU: the same code, and numbers that mean nothing.
 """
 
 import argparse
@@ -86,6 +87,10 @@ def main() -> None:
         # After each section: what was measured is reported even if the machine goes away.
         report.write(rows, given.out)
     print((given.out / "gpu.md").read_text())
+    # Codes without their kernel take twice as long, and give the same bits: nothing else would tell.
+    slow = [row["name"] for row in rows.known().values() if row.get("one_pass") is False]
+    if slow:
+        sys.exit(f"compiled without the kernel of jaxdist/compressors/one_pass.py: {', '.join(slow)}")
 
 
 if __name__ == "__main__":

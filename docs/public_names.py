@@ -1,10 +1,11 @@
-"""Lists the public names of jaxdist; as a hook of mkdocs it fills in the tables of the pages of the reference."""
+"""Lists the public names of jaxdist; as a hook of mkdocs it fills in tables of the reference and adds `llms.txt`."""
 
 import ast
 import inspect
 import re
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 MARKER = "<!-- tables of public names -->"
@@ -86,6 +87,13 @@ def entry_of(name: str, entries: dict[str, str]) -> str | None:
     return next((entry for entry in entries if resolve(entry) is value), None)
 
 
+def stability() -> dict[str, str]:
+    """How stable each public module is, as the page about versions says."""
+    return dict(
+        re.findall(r"^\| `(jaxdist[.\w]*)` \| (\w+) \|$", (ROOT / "docs/stability.md").read_text(), re.MULTILINE)
+    )
+
+
 def tables() -> str:
     """A table of the public modules, and a section with a table of names for each."""
     entries, modules = documented(), public_names()
@@ -94,12 +102,13 @@ def tables() -> str:
         if not names:
             continue
         summary = summarize(import_module(module))
-        rows.append(f"| [`{module}`](#{module.replace('.', '')}) | {len(names)} | {summary} |")
+        level = stability().get(module, "")
+        rows.append(f"| [`{module}`](#{module.replace('.', '')}) | {len(names)} | {level} | {summary} |")
         table = _table_of(module, names, entries)
         if module != "jaxdist":
             table = f"<details markdown><summary>{len(names)} names</summary>\n\n{table}\n\n</details>"
         sections.append(f"## `{module}`\n\n{summary}\n\n{table}\n")
-    contents = "\n".join(["| module | names | |", "|---|--:|---|", *rows])
+    contents = "\n".join(["| module | names | [stability](../stability.md) | |", "|---|--:|---|---|", *rows])
     return "\n".join([contents, "", *sections])
 
 
@@ -145,3 +154,37 @@ def on_page_markdown(markdown: str, **options) -> str:
     """Fills in the tables of a page; mkdocs calls this for every page."""
     del options
     return with_sentences(markdown.replace(MARKER, tables()) if MARKER in markdown else with_contents(markdown))
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Adds `llms.txt`, the list of all pages for language models (https://llmstxt.org); mkdocs calls this once."""
+    from mkdocs.structure.files import File
+
+    contents = contents_for_models(config["site_description"], config["nav"])
+    files.append(File.generated(config, "llms.txt", content=contents))
+    return files
+
+
+def contents_for_models(summary: str, nav: list[dict[str, Any]]) -> str:
+    """The pages of the site in the order of its navigation, each with its first sentence."""
+    lines = ["# jaxdist", "", f"> {summary}."]
+    for part in nav:
+        for title, pages in part.items():
+            lines += ["", f"## {title}", "", *_lines_of_pages(title, pages)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines_of_pages(title: str, pages: Any) -> list[str]:
+    if isinstance(pages, str):
+        path = re.sub(r"(^|/)index$", r"\1", pages.removesuffix(".md"))
+        return [f"- [{title}]({path.rstrip('/') or '.'}/): {_first_sentence(pages)}".removesuffix(": ")]
+    entries = pages.items() if isinstance(pages, dict) else ((title, page) for page in pages)
+    return [line for inner, page in entries for line in _lines_of_pages(inner, page)]
+
+
+def _first_sentence(page: str) -> str:
+    """Of a page, as text without links."""
+    paragraphs = (ROOT / "docs" / page).read_text().split("\n\n")
+    text = " ".join(next((part for part in paragraphs if re.match(r"[A-Z*`\[]", part)), "").split())
+    text = re.sub(r"\[([^\]]+)\](\([^)]*\)|\[[^\]]*\])", r"\1", text)
+    return re.split(r"(?<=[.:])\s", text)[0].replace("**", "").removesuffix(":")

@@ -25,6 +25,9 @@ from jaxdist.compressors.one_pass import run_in_kernel
 
 from .rows import Rows, Sizes
 
+# What calls a kernel of Pallas in a program for NVIDIA GPUs.
+KERNEL = "__gpu$xla.gpu.triton"
+
 
 def time_jax(run: Callable[[], Any], sizes: Sizes) -> float:
     """Seconds of a call: the median of turns, each of several calls in a row, which hide the time to dispatch."""
@@ -92,9 +95,8 @@ def time_kernels(sizes: Sizes) -> dict[str, Any]:
 
 def code_rows(rows: Rows, sizes: Sizes) -> None:
     """Compressing and decompressing."""
-    codes = {
-        "cast(bfloat16)": jc.cast(jnp.bfloat16),
-        "sign()": jc.sign(),
+    entries = {"cast(bfloat16)": jc.cast(jnp.bfloat16), "sign()": jc.sign()}
+    blocks = {
         "scaled_sign(bucket=1024)": jc.scaled_sign(bucket=1024),
         "int8()": jc.int8(),
         "int4()": jc.int4(),
@@ -104,11 +106,11 @@ def code_rows(rows: Rows, sizes: Sizes) -> None:
         "qsgd(4)": jc.qsgd(4),
     }
     x, key = array(sizes.entries), jax.random.key(1)
-    for name, code in codes.items():
-        rows.measure("codes", name, functools.partial(time_code, code, x, key, sizes))
+    for name, code in (entries | blocks).items():
+        rows.measure("codes", name, functools.partial(time_code, code, x, key, sizes, in_kernel=name in blocks))
 
 
-def time_code(code: Any, x: Any, key: Any, sizes: Sizes) -> dict[str, Any]:
+def time_code(code: Any, x: Any, key: Any, sizes: Sizes, *, in_kernel: bool) -> dict[str, Any]:
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     compress, decompress = jax.jit(code.compress), jax.jit(lambda payload: code.decompress(payload, like))
     payload = compress(x, key)
@@ -116,7 +118,10 @@ def time_code(code: Any, x: Any, key: Any, sizes: Sizes) -> dict[str, Any]:
     back = time_jax(lambda: decompress(payload), sizes)
     # At least the array is read, and its code is written; or the reverse.
     moved = x.nbytes + sum(p.nbytes for p in jax.tree.leaves(payload))
-    return {"seconds": there, "decompress_seconds": back, "bytes": moved}
+    found = {"seconds": there, "decompress_seconds": back, "bytes": moved}
+    if in_kernel and jax.default_backend() == "gpu":
+        found["one_pass"] = KERNEL in compress.lower(x, key).compile().as_text()
+    return found
 
 
 def warp_rows(rows: Rows, sizes: Sizes) -> None:

@@ -55,6 +55,8 @@ def note(row: dict[str, Any], rate: float | None) -> str:
     if "decompress_seconds" in row:
         back = row["decompress_seconds"]
         found.append(", ".join(filter(None, [f"decompress {1e3 * back:.3f} ms", share_of(row, back, rate)])))
+    if row.get("one_pass") is False:
+        found.append("**in two passes: the kernel of `one_pass.py` is not in the program**")
     if "state_bytes" in row:
         found.append(f"state {row['state_bytes'] / row['entries']:.2f} bytes an entry")
     if "ratio" in row:

@@ -4,6 +4,7 @@ No other file of the library looks at a version.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -179,14 +180,20 @@ def has_backend() -> bool:
 def triton_parameters(warps: int) -> Any | None:
     """The parameters of a Pallas kernel for Triton, whose programs have `warps` warps each.
 
-    `None` where JAX does not run on GPUs, and where that backend, deprecated since 0.11, is gone. Also before JAX's
-    backend has started, which a trace for shapes alone must not do: `jax.distributed.initialize` comes first.
+    `None` where JAX does not run on GPUs, and, with a warning, where that backend, deprecated since 0.11, is gone. Also
+    before JAX's backend has started, which a trace for shapes alone must not do: `jax.distributed.initialize` comes
+    first.
     """
     if not has_backend() or jax.default_backend() != "gpu":
         return None
     try:
         from jax.experimental.pallas import triton
     except ImportError:
+        warnings.warn(
+            f"jax {jax.__version__} has no Pallas backend for Triton: codes of blocks read a gradient twice, which "
+            "takes about twice the time; the bits are the same",
+            stacklevel=2,
+        )
         return None
     return triton.CompilerParams(num_warps=warps)
 

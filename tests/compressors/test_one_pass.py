@@ -1,6 +1,9 @@
 """Codes of blocks in one kernel: the bits of the plain program, here by the interpreter of Pallas."""
 
+import sys
+
 import jax
+import jax.experimental.pallas
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,6 +103,11 @@ def test_what_does_not_fit_is_left_to_xla(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(one_pass, "triton_parameters", lambda warps: None)
         assert not has_kernel(256, 2 * TILE)
+    with monkeypatch.context() as patch:
+        patch.delattr(jax.experimental.pallas, "triton", raising=False)
+        patch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+        with pytest.warns(UserWarning, match="read a gradient twice"):
+            assert not has_kernel(256, 2 * TILE)
     # On another device of such a process the plain program runs.
     x, key = an_input(2 * TILE), jax.random.key(0)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(jc.int8().compress)(x, key), jc.int8().compress(x, key))

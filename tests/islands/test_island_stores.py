@@ -239,7 +239,7 @@ def test_a_transfer_that_fails_while_the_island_trains_is_made_up_for_in_the_nex
             silent.clear()
             wait_for_threads(island)
         assert (report.round, report.counted, report.offline) == (2, True, False)
-        assert report.retries >= 2
+        assert report.retries >= 1
         assert report.problem == "ConnectionError: no route"
     assert_close(state.params, own_path(tx, step, 3), tolerance=1e-6)
 

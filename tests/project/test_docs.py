@@ -15,7 +15,17 @@ import jax
 import optax
 import pytest
 from paths import REPOSITORY
-from public_names import documented, public_names, resolve, summarize, tables, with_contents, with_sentences
+from public_names import (
+    contents_for_models,
+    documented,
+    public_names,
+    resolve,
+    stability,
+    summarize,
+    tables,
+    with_contents,
+    with_sentences,
+)
 from repository_links import LINK, with_links
 from transcripts import assert_alike
 
@@ -190,6 +200,20 @@ def test_every_public_name_is_on_a_reference_page():
         if f"{module}.{name}" not in modules and not any(resolve(f"{module}.{name}") is value for value in shown)
     ]
     assert not missing, f"add `::: name` to a page of docs/reference for {', '.join(missing)}"
+
+
+def test_the_page_about_versions_says_how_stable_each_room_is():
+    assert set(stability()) == {module for module, names in public_names().items() if names} - {"jaxdist"}
+    assert set(stability().values()) == {"stable", "provisional", "experimental"}
+
+
+def test_the_list_for_language_models_has_links_and_first_sentences():
+    nav = [{"Guides": [{"Log metrics": "how-to/log-metrics.md"}, {"Tools": ["faq.md", {"All": "reference/index.md"}]}]}]
+    text = contents_for_models("A library", nav)
+    assert text.startswith(
+        "# jaxdist\n\n> A library.\n\n## Guides\n\n- [Log metrics](how-to/log-metrics/): The library "
+    )
+    assert "- [All](reference/): Every public name of jaxdist" in text
 
 
 def test_the_table_of_the_reference_has_every_public_name():

@@ -53,3 +53,13 @@ def test_every_section_measures_something_or_says_why_not(tmp_path):
     assert plan["seconds"] > 0
     assert plan["read_peak"] > 16 * plan["parameters"]
     assert len(measure(tmp_path)) == len(rows)
+
+
+def test_a_code_without_its_kernel_is_a_failure(tmp_path):
+    row = {"section": "codes", "name": "qsgd(4)", "seconds": 1e-3, "bytes": 10**9, "one_pass": False}
+    (tmp_path / "gpu.jsonl").write_text(json.dumps(row) + "\n")
+    command = [sys.executable, str(SCRIPT), "--minutes", "0", "--only", "copy", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("jaxdist/compressors/one_pass.py: qsgd(4)")
+    assert "in two passes" in (tmp_path / "gpu.md").read_text()

@@ -2,9 +2,13 @@
 
 import re
 import runpy
+import tomllib
 
 import pytest
+import yaml
 from paths import REPOSITORY
+
+import jaxdist
 
 hatchling = pytest.importorskip("hatchling.metadata.core")
 HOST = "https://example.org/team/jaxdist"
@@ -53,3 +57,23 @@ def test_a_picture_inside_a_link_and_a_section_of_a_page():
         f"[![a]({HOST}/raw/main/a.png)]({HOST}/blob/main/b/c.md#d) [e](#f) [g](https://h) ![i]({HOST}/raw/main/j.svg)"
     )
     assert hook(text, HOST, "main") == wanted
+
+
+def test_a_version_is_the_same_in_all_files():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    recipe = yaml.safe_load((REPOSITORY / "scripts/conda/recipe.yaml").read_text())
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    versions = {project["version"], jaxdist.__version__, recipe["context"]["version"], citation["version"]}
+    assert len(versions) == 1, versions
+
+
+def test_the_recipe_for_conda_needs_what_the_package_needs():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    recipe = yaml.safe_load((REPOSITORY / "scripts/conda/recipe.yaml").read_text())
+    run = [line.replace(" ", "") for line in recipe["requirements"]["run"] if not line.startswith("python ")]
+    assert run == project["dependencies"]
+    extras = {line for lines in project["optional-dependencies"].values() for line in lines}
+    constraints = [line.replace(" ", "").replace("-base", "") for line in recipe["requirements"]["run_constraints"]]
+    assert set(constraints) <= extras
+    assert recipe["build"]["python"]["entry_points"] == [f"jaxdist = {project['scripts']['jaxdist']}"]
+    assert recipe["about"]["license"] == project["license"]
