@@ -91,17 +91,18 @@ def seeds_table(spreads: Sequence[SeedSpread], units: Units | None = None) -> Ta
     return table
 
 
-def periods_table(cells: Sequence[Cell]) -> Table:
+def periods_table(cells: Sequence[Cell], units: Units) -> Table:
     """Methods that synchronize every `H` steps; the first cell is the baseline."""
     versus = ["held-out loss", "against exact", "in %", HERE]
-    headings = ["H", "rate", "bytes a step", "fewer bytes", "in rounds", *versus]
+    headings = ["H", "rate", "bytes a step", units.heading(), "fewer bytes", "in rounds", *versus]
     table = new_table("method", headings, caption=PERIODS_CAPTION)
     exact = cells[0].spread
     for cell in cells:
         percent = 100 * cell.spread.difference.mean() / exact.held_out["loss"].mean()
         sent, ratio, *loss = _compare_loss(cell.spread, exact)
-        row = [str(cell.period or ""), f"{cell.rate:g}", sent, ratio, _in_times(_fewer_in_rounds(cell, cells[0]))]
-        table.add_row(cell.method, *row, *loss, f"{percent:+.1f}", f"{cell.spread.milliseconds:,.0f}")
+        row = [str(cell.period or ""), f"{cell.rate:g}", sent, units.share(cell.spread.wire_bytes), ratio]
+        row += [_in_times(_fewer_in_rounds(cell, cells[0])), *loss]
+        table.add_row(cell.method, *row, f"{percent:+.1f}", f"{cell.spread.milliseconds:,.0f}")
     return table
 
 
@@ -164,7 +165,7 @@ def _record_of(spread: SeedSpread, baseline: SeedSpread) -> Record:
     return record | {"step_milliseconds": spread.milliseconds}
 
 
-def period_records(cells: Sequence[Cell]) -> list[Record]:
+def period_records(cells: Sequence[Cell], units: Units) -> list[Record]:
     """The numbers of `periods_table`, for a program."""
     baseline = cells[0]
     return [
@@ -173,7 +174,7 @@ def period_records(cells: Sequence[Cell]) -> list[Record]:
             "H": cell.period,
             "learning_rate": cell.rate,
             "times_fewer_bytes_in_rounds": _fewer_in_rounds(cell, baseline),
-            **_record_of(cell.spread, baseline.spread),
+            **_add_units(_record_of(cell.spread, baseline.spread), units),
         }
         for cell in cells
     ]

@@ -85,9 +85,12 @@ def next_count(count: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def describe_structure(tree: PyTree) -> str:
-    """Describes the structure of a tree as text that is the same in all processes."""
+    """Describes the structure of a tree, and the names of its leaves, as text that is the same in all processes."""
     # The static part of a node may hold functions, as that of Flax's `TrainState`, whose text has an address.
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(jax.tree.structure(tree)))
+    structure = re.sub(r" at 0x[0-9a-fA-F]+", "", str(jax.tree.structure(tree)))
+    # Of a NamedTuple it has the name of the class: two of them may have the same fields in another order.
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return f"{structure} of {', '.join(names)}"
 
 
 def is_key(leaf: Any) -> bool:

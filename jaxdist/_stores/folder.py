@@ -14,6 +14,8 @@ from .base import SharedStore
 WRITING = ".writing-"
 # No file takes so many seconds to write: older temporary files are those of processes that died.
 ABANDONED_SECONDS = 86_400
+# What full disks answer; of one user or group, where there are quotas.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 # What file systems without hard links answer: s3fs, gcsfuse and other buckets that are mounted, exFAT.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
@@ -56,31 +58,33 @@ class _Folder:
         self._check_root()
         if (self._root / name).exists():
             return False
-        temporary = self._write(name, body)
-        try:
-            os.link(temporary, self._root / name)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            raise PermissionError(
-                f"the folder {self._root} is in a file system without hard links ({error.strerror}), by which a name "
-                "is created once: if it is a bucket that is mounted (s3fs, gcsfuse), take the URL of that (s3://..., "
-                "gs://...); otherwise use a folder on a disk, NFS or Lustre"
-            ) from error
-        finally:
-            temporary.unlink()
+        with _naming_full_disk(self._root):
+            temporary = self._write(name, body)
+            try:
+                os.link(temporary, self._root / name)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                raise PermissionError(
+                    f"the folder {self._root} is in a file system without hard links ({error.strerror}), by which a "
+                    "name is created once: if it is a bucket that is mounted (s3fs, gcsfuse), take the URL of that "
+                    "(s3://..., gs://...); otherwise use a folder on a disk, NFS or Lustre"
+                ) from error
+            finally:
+                temporary.unlink()
         return True
 
     def put(self, name: str, body: bytes) -> None:
         self._check_root()
-        temporary = self._write(name, body)
-        try:
-            os.replace(temporary, self._root / name)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with _naming_full_disk(self._root):
+            temporary = self._write(name, body)
+            try:
+                os.replace(temporary, self._root / name)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
 
     def get(self, name: str) -> bytes | None:
         try:
@@ -140,6 +144,19 @@ class _Folder:
                     temporary.unlink(missing_ok=True)
                 raise
         return temporary
+
+
+@contextmanager
+def _naming_full_disk(root: Path) -> Iterator[None]:
+    """Says which disk is full, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise OSError(
+                error.errno, f"{error.strerror} for {root}; free some of that disk, or raise the quota"
+            ) from error
+        raise
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Fills a state from a checkpoint: leaves are read in place, converted by their marks, or new."""
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from .._core.trees import is_key
 from .._core.types import Array, Like, Shape, State
-from ..state.marks import LeafOrder, PerWorker, Resize, Sharded, cutting_marks, merging_rules, order_of
+from ..state.marks import PerWorker, Resize, Sharded, cutting_marks, merging_rules, order_of, show_orders
 from ..state.placement import copy_to_workers, refit
 from ._files import ARRAYS, MANIFEST
 from ._manifest import PACKING, Leaf, Manifest, name_leaves, orbax, packed_leaves, path_of
@@ -22,8 +21,6 @@ from .errors import CheckpointDamagedError
 # Leaves to convert pass through host memory, about this many bytes at a time (a leaf is never split): the leaves of
 # more workers than there are now may not fit on the devices.
 _PORTION_BYTES = 256 << 20
-# Of the leaves of a flat vector, how many a message names.
-_SHOWN = 4
 
 
 class Filled(NamedTuple):
@@ -126,19 +123,13 @@ def _why_unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], s
         )
     order = order_of(marks)
     if was.order is not None and order is not None and was.order != order:
+        stored, wanted = show_orders(was.order, order)
         return (
-            f"leaf `{name}` of {shown} has the entries of several leaves one after another, {_show(was.order, order)}, "
-            f"and in the state to fill of {_show(order, was.order)}: give the leaves the names, shapes and order that "
-            "they were saved with, or let the state of this reducer be new, from zero"
+            f"leaf `{name}` of {shown} has entries of several leaves one after another, {stored}, "
+            f"and in the state to fill of {wanted}: give the leaves the names, shapes and order that "
+            "they were saved with, or let this part of the state be new, from zero"
         )
     return ""
-
-
-def _show(order: LeafOrder, other: LeafOrder) -> str:
-    """The leaves from the first difference on, as far as a message has room."""
-    first = next(i for i, pair in enumerate(itertools.zip_longest(order, other)) if len({*pair}) > 1)
-    shown = [f"{name} {list(shape)}" for name, shape in order[first : first + _SHOWN]]
-    return ", ".join(["..."] * (first > 0) + shown + ["..."] * (first + _SHOWN < len(order)))
 
 
 def _other_packing(name: str, shown: Path | str) -> str:

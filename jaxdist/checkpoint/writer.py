@@ -40,16 +40,16 @@ class Writer(NamedTuple):
 def save(path: Location, state: State, step: SupportsIndex, *, data: Any = None, keep: int | None = None) -> Path | str:
     """Writes a state to `path/<step>` atomically and returns that folder: `latest` and `restore` never see a part.
 
-    Every leaf is written by the processes that hold it, with a checksum of every file. Process 0 commits, by a rename
-    or, in a bucket, by creating one object, once all have written. All processes must call it together, with a path
-    that all see. If one fails, the others raise within seconds.
+    Every process writes its parts of the leaves, with a checksum of every file, and process 0 commits once all have
+    written. All processes must call it together, with a path that all see. If one fails, the others raise within
+    seconds.
 
     The run continues from this checkpoint: those of later steps are set aside as `<step>.abandoned`.
 
     Args:
       path: the folder of a run's checkpoints, created if it is missing; or a bucket: a URL (`s3://`, `gs://`, `az://`,
-        `memory:///`), a store of obstore, or an `islands.SharedStore`. Of a bucket the result is the name of the
-        checkpoint there, as text.
+        `memory:///`), a store of obstore, or an `islands.SharedStore`. Of a bucket the result is the
+        checkpoint's name there.
       state: any pytree of arrays and typed keys, marks included.
       step: the number of steps that the state has done. A checkpoint of the same step is replaced once the new one is
         complete.

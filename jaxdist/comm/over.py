@@ -51,10 +51,7 @@ def over(axis: AxisNames) -> Comm:
     try:
         _size(axes)
     except NameError:
-        raise ValueError(
-            f"axis {axis!r} is not bound here: run the step with distribute(step, mesh) or simulate(step, workers) "
-            f"over that axis, or pass axis=None for a single worker"
-        ) from None
+        raise ValueError(_explain_unbound(axis)) from None
     functions: Any = {name: partial(f, axes) for name, f in _collectives(axes).items()}
     comm = map_over_trees(Comm(size=_size(axes), index=lax.axis_index(axes), **functions))
     if len(axes) == 1:
@@ -90,6 +87,21 @@ def worker_key(key: Array, *, axis: AxisNames = "data") -> Array:
       4
     """
     return jax.random.fold_in(key, over(axis).index)
+
+
+def _explain_unbound(axis: AxisNames) -> str:
+    names = jax.sharding.get_abstract_mesh().axis_names
+    if names and not set(names).issuperset(axis_tuple(axis)):
+        return (
+            f"axis {axis!r} is not bound here, and the mesh has {names}: pass axis= with the one of the workers, such "
+            f"as axis={names[0]!r}, or axis=None for a single worker"
+        )
+    text = (
+        f"axis {axis!r} is not bound here: run the step with distribute(step, mesh) or simulate(step, workers) over "
+        "that axis, or pass axis=None for a single worker"
+    )
+    plain = "; a step that stays a plain jax.jit needs jax.set_mesh(mesh), and axis= with an axis of it"
+    return text if names else f"{text}{plain}, see docs/how-to/keep-your-shardings.md"
 
 
 def _size(axes: Axes) -> int:

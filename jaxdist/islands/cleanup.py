@@ -61,7 +61,7 @@ class Cleaner:
     """Keeps global parameters and deletes old rounds in a thread of process 0, one time after another."""
 
     def __init__(self, store: Connection):
-        self._store = store.in_background(urgent=False)
+        self._store = store.in_background(urgent=False, cleans=True)
         self._thread: threading.Thread | None = None
         # When a clean-up first saw each probe.
         self._probes: dict[str, float] = {}

@@ -132,13 +132,14 @@ class Connection:
     collective which another does not enter. A function that raises is called again until `deadline`, by the clock of
     process 0; then, and `GRACE` later if there is no answer, `ConnectionError` is raised in all of them.
 
-    One thread of process 0 puts bodies, one deletes, and another one calls all other functions.
+    One thread of process 0 puts bodies, one lists what to delete and deletes it, another one calls all other functions.
 
     Args:
       store: what process 0 asks.
       together: whether all processes call each function; otherwise this process asks by itself.
       foreground: the connection whose threads this one uses, from a thread of its own.
       urgent: whether its requests go before those that are not.
+      cleans: whether its listings are those of a clean-up: of all rounds, which takes many seconds after a month.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Connection:
         together: bool = True,
         foreground: "Connection | None" = None,
         urgent: bool = True,
+        cleans: bool = False,
     ):
         self.store, self.deadline = store, float("inf")
         # Set by whoever wants none of its answers any more.
@@ -155,7 +157,7 @@ class Connection:
         # Of the last request of this connection, if that failed.
         self.problem: str | None = None
         self._together = together and jax.process_count() > 1
-        self._urgent = urgent
+        self._urgent, self._cleans = urgent, cleans
         shared = self if foreground is None else foreground
         if foreground is None:
             self._uploads, self._deletions, self._requests = Lane(), Lane(), Lane()
@@ -169,9 +171,9 @@ class Connection:
         self._shared = shared
         self._under_way: dict[tuple[Any, ...], Request] = {}
 
-    def in_background(self, *, urgent: bool) -> "Connection":
+    def in_background(self, *, urgent: bool, cleans: bool = False) -> "Connection":
         """A connection for another thread of this process, over the same threads, without a deadline."""
-        return Connection(self.store, together=False, foreground=self._shared, urgent=urgent)
+        return Connection(self.store, together=False, foreground=self._shared, urgent=urgent, cleans=cleans)
 
     def create(self, name: str, body: bytes) -> bool:
         """Stores `body` under a new name, and returns false if the name exists."""
@@ -306,7 +308,7 @@ class Connection:
         """Waits for a request, which it begins if there is none; returns its state, and the answer or the problem."""
         if kind == "get" and arguments[0] in self._shared.read_ahead:
             return "answered", self._shared.read_ahead[arguments[0]]
-        key, lane = (kind, *arguments), self._shared._lane_of(kind)
+        key, lane = (kind, *arguments), self._shared._lane_of(kind, cleans=self._cleans)
         request = self._under_way.get(key)
         # What was not there when an earlier call asked may have come.
         if request is None or (request.done.is_set() and request.ended_at < asked_at and _has_aged(kind, request)):
@@ -351,10 +353,11 @@ class Connection:
             if key[0] == kind and seconds:
                 self._shared._silences[key] = end - seconds + LEAST_SILENCE, 0.0
 
-    def _lane_of(self, kind: str) -> Lane:
+    def _lane_of(self, kind: str, *, cleans: bool) -> Lane:
         if kind == "put":
             return self._uploads
-        return self._deletions if kind.startswith("delete") else self._requests
+        is_cleaning = kind.startswith("delete") or (cleans and kind == "list")
+        return self._deletions if is_cleaning else self._requests
 
     def _count(
         self, kind: str, arguments: tuple[Any, ...], request: Request, tries: int, problem: str | None = None

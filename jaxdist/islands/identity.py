@@ -23,8 +23,9 @@ from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
 from .._stores.base import SharedStore, hash_of
 from ..local_sgd.state import LocalStepsState
-from ..state.marks import bind
+from ..state.marks import bind, show_orders
 from ..state.placement import place_leaf
+from ..wire.buffers import leaf_order
 from . import protocol
 from .base import DamagedError, JoinOptions, RunMismatchError, RunMissingError
 from .connection import Connection
@@ -97,6 +98,8 @@ def describe(
         "sync_period": sync_period,
         "merge": method.merge,
         "parameters": _shapes(local.anchor),
+        # JSON sorts the names, and bodies have the leaves one after another.
+        "order": [[name, list(shape)] for name, shape in leaf_order(local.anchor)],
         "reducer": _shapes(jax.eval_shape(method.reducer.init, local.anchor)),
         "payload": [f"{x.dtype}{list(x.shape)}" for x in payload],
         "code": None if method.reducer.forms.codec is None else method.reducer.forms.codec.name,
@@ -379,15 +382,28 @@ def find_difference(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
 
 
 def _find_shapes(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
-    # A run of an earlier version, which has no such line.
-    theirs = {"merge": "mean", **theirs}
-    for key in ("sync_period", "merge", "parameters", "dtypes", "reducer", "payload", "code", "outer optimizer"):
+    # A run of an earlier version, which has no such lines.
+    theirs = {"merge": "mean", "order": own["order"], **theirs}
+    for key in (
+        "sync_period",
+        "merge",
+        "parameters",
+        "order",
+        "dtypes",
+        "reducer",
+        "payload",
+        "code",
+        "outer optimizer",
+    ):
         # Who only reads has parameters of any dtype.
         its, ours = theirs.get(key), own.get(key)
         if key not in own or its == ours:
             continue
         if key in ("reducer", "payload", "code") and theirs.get("call") != own["call"]:
             return _name_both("reducer", theirs.get("call"), own["call"])
+        if key == "order":
+            found, wanted = (tuple((name, tuple(shape)) for name, shape in x["order"]) for x in (theirs, own))
+            return _name_both("the leaves are in another order", *show_orders(found, wanted))
         if isinstance(its, dict) and isinstance(ours, dict):
             name = next(name for name in sorted({*its, *ours}) if its.get(name) != ours.get(name))
             key, its, ours = f"{key} {name!r}", its.get(name), ours.get(name)

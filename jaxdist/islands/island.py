@@ -55,7 +55,7 @@ from .exchange import (
     with_shared,
     zeros_like,
 )
-from .identity import check_same, log_entered
+from .identity import log_entered
 from .looks import REMEMBERED_WAITS, Looks
 from .model import MeetingState, automatic_mesh, find_model, replace_model
 from .outbox import InFlight, Outbox
@@ -427,9 +427,9 @@ class Island:
 
     def _come_back(self, model: MeetingState) -> None:
         """After a while, follows the rounds that others have ended, unless a newer process has this name."""
-        # Then, and on a disk at any time, it may be another store. On a disk the question costs nothing.
+        # Then, and on a disk at any time, it may be another store. On a disk the questions cost nothing.
         if not self._in_step or self._options.on_disk:
-            check_same(self._store, self._replay.run)
+            self._replay.check_same()
         if not self._in_step:
             self._check_name()
             self._follow(model)
@@ -605,7 +605,9 @@ class Island:
             except DamagedError:
                 damaged.add(name)
         # Where another disk is mounted by now, the round is not this run's to end.
-        check_same(self._store, self._replay.run)
+        # A request more, so only before this island keeps what follows from the rounds that it has taken.
+        keeps = (number + 1) % self._replay.run.keep_every == 0
+        self._replay.check_same(last=keeps)
         expected, base = self._replay.expected, self._replay.digest
         commit = protocol.make_commit(seen, expected, drifts, damaged, base, own, self._replay.run.mark)
         if self._store.create(round_name(number, "commit"), protocol.to_json(commit)):
@@ -720,7 +722,7 @@ class Island:
 
     def _jump(self, model: MeetingState) -> None:
         """Goes on from kept parameters, where the rounds before them are gone. What none of them took is kept."""
-        check_same(self._store, self._replay.run)
+        self._replay.check_same()
         flight, ahead = self._outbox.flight, measure_drift(model.local.anchor, model.params)
         anchor, local = self._replay.load_newest(model.local)
         self._replay.go_to(anchor)
@@ -825,13 +827,23 @@ class Island:
             self._store.sleep(0.05)
 
     def _check_patience(self, count: int, now: float) -> None:
+        options = self._options
         if self._too_few_since is None:
             self._too_few_since = now
-        if now == self._too_few_since and count < self._options.quorum:
-            text = "round %d waits for quorum=%d islands and has %d: an error after patience=%g s"
-            logger.warning(text, self._replay.round, self._options.quorum, count, self._options.patience)
-        if now - self._too_few_since > self._options.patience:
+        late = ""
+        if not count:
+            # That of this island is there.
+            late = (
+                f"the store does not list the progress of {options.name!r} {options.round_timeout:g} s after it was "
+                "sent: mount NFS with acdirmax=1, or raise round_timeout"
+            )
+        if now == self._too_few_since and count < options.quorum:
+            text = "round %d waits for quorum=%d islands and has %d: an error after patience=%g s%s"
+            more = late and f"; {late}"
+            logger.warning(text, self._replay.round, options.quorum, count, options.patience, more)
+        if now - self._too_few_since > options.patience:
             raise TooFewIslandsError(
-                f"only {count} islands for {self._options.patience} s, and a round needs quorum="
-                f"{self._options.quorum}: start others, or join with a lower quorum"
+                late
+                or f"only {count} islands for {options.patience} s, and a round needs quorum={options.quorum}: start "
+                "others, or join with a lower quorum"
             )

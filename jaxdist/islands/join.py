@@ -33,43 +33,38 @@ def join(
     begin: bool = True,
     moments: Moments = "own",
 ) -> Iterator["Island"]:
-    """Joins a run of several training jobs that meet every `H` steps over a shared folder or a bucket.
+    """Joins a run of several training jobs that meet every `H` steps over a shared folder or bucket.
 
-    Each job is an *island*: a JAX world with its own fast mesh. Islands may be killed, late, new or slow; the others
-    never restart and never wait beyond `round_timeout`. In a round every island puts its drift `Δ_w = a - p_w`, coded
-    by the reducer, into the store, and all take the same outer step from the same bytes,
-    `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. There is no server, no open port and no leader.
+    Each job is an *island*, with its own mesh. In a round each puts its drift `Δ_w = a - p_w`, coded by the reducer,
+    into the store, and all take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. An island that is killed,
+    late or new restarts no other.
 
-    *Over the network*, an island and round of `K` members with payload `P`: `P` and about 1 KiB up, `(K-1) P` and
-    about 1 KiB `K` down. An island that joins reads the kept global parameters and the rounds since.
-
-    Every writer of the store is trusted.
+    *Over the network*, in a round of `K` islands: a payload `P` and about 1 KiB up, `(K-1) P` and about `K` KiB down;
+    on joining, the kept global parameters and the rounds since.
 
     Args:
-      url: a folder that all islands see, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
-      tx: what `local_steps(..., axis=None)` or a recipe returned: the island is one worker. Of one fragment, without
-        delay and warm-up, with a reducer of one message: `exact()`, `compressed(code)` or error feedback around that.
-      name: of this island. A new job under an old name takes its place.
-      round_timeout: seconds to wait for the drifts of others: somewhat more than the usual difference between islands,
-        which `report.wait_seconds` shows. No call waits more than a second longer.
-      begin_with: how many islands to wait for before the first round ends.
+      url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`; its writers are
+        trusted.
+      tx: from `local_steps(..., axis=None)` or a recipe: one fragment, no delay, no warm-up, and as reducer `exact()`,
+        `compressed(code)` or error feedback around these.
+      name: of this island; a new job under an old name takes its place.
+      round_timeout: seconds to wait for others; no call takes a second more.
+      begin_with: the islands that the first round waits for.
       quorum: the fewest drifts that make a round.
-      patience: seconds after which too few islands, or a store that is away, are an error.
-      overlap: send and read while the island trains, and merge at the next meeting; own progress is kept.
-      eager: with `overlap`, train on from `a + outer(Δ_w / K)`, one's own share, while the drift is under way.
-      keep_every: rounds between kept global parameters. The island that opens the run decides for all.
-      begin: open the run if there is none. `False` for one that restarts, whose disk may not be mounted yet.
-      moments: of the inner optimizer: "own" keeps those of the state that enters, "fresh" takes those of `init`, for a
-        checkpoint that is old or of another run. Schedules go on in both cases.
+      patience: seconds after which too few islands or a lost store are an error.
+      overlap: exchange while the island trains, merge at the next meeting, and keep own progress.
+      eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
+      keep_every: rounds between kept global parameters; the opener decides.
+      begin: `False` if the run must exist already.
+      moments: of the inner optimizer: "own", as they enter, or "fresh".
 
     Yields:
       The `Island`.
 
     Raises:
-      ValueError: `tx` is not such a transformation, or an argument is out of range.
-      StoreUnusableError: the store cannot create a name if absent, has no rights, or does not answer for `patience`.
+      ValueError: another `tx`, or an argument out of range.
+      StoreUnusableError: the store cannot create a name if absent, refuses, or does not answer for `patience`.
       RunMissingError: there is no run, and `begin=False`.
-      DamagedError: of `enter` and `meet`, in the `with` block: bytes of the run are missing or not whole, and stay so.
       ImportError: a bucket without obstore.
 
     Examples:

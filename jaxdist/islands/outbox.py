@@ -208,12 +208,13 @@ class Outbox:
 
     def _await_sender(self, place: str, record: bytes, *, wait: bool) -> tuple[str, bool | None, float]:
         """Waits for the thread; returns whether it created this record, `None` if it created another one or none."""
-        end = max(self._store.deadline, self._store.now() + LEAST_SECONDS)
+        end, again = max(self._store.deadline, self._store.now() + LEAST_SECONDS), wait
         while True:
             left = end - self._store.now()
             state, seconds, created, sent_at, problem = self._store.agree(
-                self._look, place, record, left if wait else 0.0
+                self._look, place, record, left if wait else 0.0, again
             )
+            again = False
             if state == "refused":
                 raise _RefusedError(problem)
             if state == "uploading" and wait and left > 0:
@@ -224,11 +225,13 @@ class Outbox:
                 self.upload_seconds = seconds
             return state, created, sent_at
 
-    def _look(self, place: str, record: bytes, left: float) -> list[Any]:
-        """In process 0: what has become of the drift."""
+    def _look(self, place: str, record: bytes, left: float, again: bool) -> list[Any]:
+        """In process 0: what has become of the drift; one that was refused before this meeting is sent `again`."""
         sender = self._sender
         if sender is None:
             return ["sent", None, None, 0.0, None]
+        if again and sender.is_sent.is_set() and isinstance(sender.problem, ConnectionError):
+            sender = self._sender = sender.again()
         if not sender.is_sent.is_set():
             # If the upload goes on, the thread creates the record in this round and not in one that has ended.
             sender.record = place, record

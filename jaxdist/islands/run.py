@@ -16,7 +16,7 @@ from .._core.types import PyTree, State
 from ..compressors.compressor import DamagedCodeError
 from ..local_sgd.state import LocalStepsState
 from . import identity, protocol
-from .base import DamagedError
+from .base import DamagedError, RunMismatchError
 from .cleanup import KEPT_ANCHORS, keep_anchor, last_forgotten
 from .connection import Connection
 from .exchange import (
@@ -93,16 +93,19 @@ def read_commit(store: Connection, number: int) -> Commit | None:
     return None if body is None else protocol.parse(Commit, name, body)
 
 
-def ended_rounds(store: Connection) -> list[int]:
-    """The rounds that have ended, in order."""
-    names = (name.split("/") for name in store.list("rounds/"))
-    return sorted(int(number) for _, number, kind, *_ in names if kind == "commit")
-
-
 def open_round(store: Connection, number: int) -> int:
-    """The first round, from this one on, that has no commit."""
-    while read_commit(store, number) is not None:
-        number += 1
+    """The first round, from this one on, that has no commit: one ends after another, so that few need be asked for."""
+
+    def is_over(number: int) -> bool:
+        return store.get(protocol.round_name(number, "commit")) is not None
+
+    step = 1
+    while is_over(number + step - 1):
+        number, step = number + step, 2 * step
+    end = number + step - 1
+    while number < end:
+        middle = (number + end) // 2
+        number, end = (middle + 1, end) if is_over(middle) else (number, middle)
     return number
 
 
@@ -138,6 +141,8 @@ class Replay:
         self.run, self.kept = identity.NO_RUN, 0
         # Whether a round counts what was encoded in an earlier one.
         self.lasts = True
+        # The end of the round before the open one, as this process has read it.
+        self._last: Commit | None = None
         # The name of the kept parameters that are on their way.
         self._wanted: str | None = None
         self._store, self._config, self._reducer = store, config, config.reducer
@@ -179,7 +184,7 @@ class Replay:
         """Makes the round after kept global parameters the open one."""
         self.round, self.digest, self.counted = anchor.round, anchor.digest, dict(anchor.counted)
         self.kept = anchor.round
-        before = read_commit(self._store, anchor.round - 1) if anchor.round else None
+        before = self._last = read_commit(self._store, anchor.round - 1) if anchor.round else None
         self.expected, self._bodies = () if before is None else before.expected, {}
 
     def load_newest(self, local: LocalStepsState) -> tuple[protocol.Anchor, LocalStepsState]:
@@ -257,6 +262,29 @@ class Replay:
             identity.check_mark(commit.run, self.run, protocol.round_name(number, "commit"))
         return commit
 
+    def check_same(self, *, last: bool = True) -> None:
+        """Checks that the store still holds this run, and the end of the `last` round that this process has followed.
+
+        Raises:
+          RunMismatchError: it holds another run, or another end of that round.
+          ConnectionError: it holds none, as a folder under which nothing is mounted or a copy of an earlier day.
+        """
+        identity.check_same(self._store, self.run)
+        if self._last is None or not last:
+            return
+        name, found = protocol.round_name(self.round - 1, "commit"), self.read_commit(self.round - 1)
+        cure = "start this island again, which goes on from where the run is now"
+        if found is None:
+            raise ConnectionError(
+                f"{self.run.place} has no {name}, which this island has taken: it was set back to an earlier state; "
+                f"restore the newer one, or {cure}"
+            )
+        if (found.base, found.members) != (self._last.base, self._last.members):
+            raise RunMismatchError(
+                f"{name} in {self.run.place} is another one than this island has taken: the store was set back to an "
+                f"earlier state, and others have gone on from there; {cure}"
+            )
+
     def check_not_forgotten(self, number: int) -> None:
         """Raises `_LeftBehindError` if the bodies of a round may be deleted."""
         if is_forgotten(self._store, number, self.rounds):
@@ -265,7 +293,7 @@ class Replay:
     def advance(self, local: LocalStepsState, commit: Commit) -> Shared:
         """Takes the outer step of the open round, and makes the next one the open round."""
         shared = self._take_step(select_shared(local), local.reducer[0], commit, self.round)
-        self.round, self._bodies = self.round + 1, {}
+        self.round, self._bodies, self._last = self.round + 1, {}, commit
         self.digest, self.expected = digest_of(shared), commit.expected
         # The islands that sent most recently come last.
         bodies = {member.name: member.body for member in commit.members}

@@ -14,7 +14,7 @@ from ..local_sgd.local_steps import method_of
 from . import identity, run
 from .cleanup import KEPT_ANCHORS
 from .connection import Connection
-from .protocol import Commit, round_name, see
+from .protocol import Commit, number_in, round_name, see
 from .run import Replay
 from .store import open_store
 
@@ -91,22 +91,23 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
     store = Connection(open_store(url))
     store.deadline = store.now() + STATUS_SECONDS
     description = identity.find_run(store.get, place_of(url))
-    numbers = run.ended_rounds(store)
+    anchors = store.list("anchors/")
+    # From the kept parameters on: a list of all rounds is long.
+    open_round = run.open_round(store, number_in(anchors[-1]) if anchors else 0)
     sessions: dict[str, int] = {}
     for name in store.list("names/"):
         island, number = name.split("/")[1:3]
         sessions[island] = max(int(number), sessions.get(island, 0))
-    open_round = numbers[-1] + 1 if numbers else 0
     names = store.list(round_name(open_round, ""))
     seen = see(name.removeprefix(round_name(open_round, "")) for name in names)
-    shown = numbers[len(numbers) - min(last, len(numbers)) :]
-    commits = {number: run.read_commit(store, number) for number in shown or numbers[-1:]}
+    shown = range(max(open_round - last, 0), open_round)
+    commits = {number: run.read_commit(store, number) for number in shown or range(open_round)[-1:]}
     before = commits.get(open_round - 1)
     expected = frozenset(before.expected if before is not None else ())
     present = (seen.drifts | seen.here | expected) - seen.left
     return RunStatus(
         open_round,
-        tuple(int(name.rpartition("/")[2]) for name in store.list("anchors/")[-KEPT_ANCHORS:]),
+        tuple(int(name.rpartition("/")[2]) for name in anchors[-KEPT_ANCHORS:]),
         dict(sorted(sessions.items())),
         tuple(sorted(present)),
         tuple(_describe(number, commit) for number in shown if (commit := commits[number]) is not None),

@@ -9,6 +9,7 @@ from typing import Any
 
 from .._stores import opening
 from .._stores.base import SharedStore
+from .._stores.folder import FULL
 from .base import StoreUnusableError
 
 # Seconds before a request of the probe is tried again: of one in five that fail, six in a row hardly do.
@@ -52,9 +53,10 @@ def _ask(function: Callable[[], Any]) -> Any:
         # Any error of a library for stores may pass by itself, as that of a server which many islands ask at once.
         except Exception as error:
             if pause is None or isinstance(error, PermissionError):
-                problem = (
-                    f"the store cannot be used ({type(error).__name__}: {error}); check its address and your rights"
-                )
-                raise StoreUnusableError(problem) from error
+                problem = f"the store cannot be used ({type(error).__name__}: {error})"
+                # That of a full disk says already what to do.
+                is_full = isinstance(error, OSError) and error.errno in FULL
+                cure = "" if is_full else "; check its address and your rights"
+                raise StoreUnusableError(problem + cure) from error
         time.sleep(pause)
     raise AssertionError

@@ -19,7 +19,7 @@ from ..state.marks import PerWorker, bind, is_mark, with_value
 from ..transforms.common import LearningRate, inner_step, rate_at
 from ..transforms.extra_args import with_extra_args
 from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes
-from ..transforms.weights import check_shared, weight_of_leaves
+from ..transforms.weights import check_shared, number_per_leaf, weight_of_leaves
 from .buffers import Buffers
 from .fragments import (
     Fragments,
@@ -227,7 +227,7 @@ class LocalStepsMethod(NamedTuple):
             anchor=anchor,
             outer=tuple(self.outer.init(part) for part in parts),
             inner=mark_inner(inner, self.axis),
-            examples=bind(PerWorker(jnp.zeros(len(jax.tree.leaves(anchor)), jnp.float32), resize="mean"), self.axis),
+            examples=bind(number_per_leaf(params), self.axis),
             # Fragments draw different numbers.
             reducer=tuple(bind(fold_keys(x, i) if i else x, self.axis) for i, x in enumerate(reducers)),
             sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if self.keeps_sent else ()), self.axis),

@@ -25,12 +25,12 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
     `jaxdist launch` sets; what is not set comes from Slurm, Open MPI, Kubernetes or Cloud TPU. Without a job, or if the
     processes are connected already, the function does nothing.
 
-    JAX's own service aborts if a process is missing. So all processes first check in with process 0, at the same port:
-    each must come in time, with the same number of processes. Then they compare their versions and settings of JAX
-    through that service. `check_consistency` compares what they build.
+    All processes first check in with process 0, at the port of JAX's own service: each must come in time, with the same
+    number of processes. Then they compare their versions and settings of JAX. `check_consistency` compares what they
+    build.
 
     Between CPU processes, gloo listens where the name of the machine leads, or at `JAXDIST_HOST`, an address of this
-    machine, which `jaxdist launch --nodes` sets to that of the network of `--address`.
+    machine, which `jaxdist launch --nodes` sets.
 
     If `JAXDIST_SECRET` is set, to the same text in all processes, other programs are ignored at the check-in. JAX's own
     service has no secret: keep its port within a trusted network (`docs/how-to/run-on-many-processes.md`).

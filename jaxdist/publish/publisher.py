@@ -42,15 +42,14 @@ def open(
     unit in the last place; three requests a state and some 500 bytes of records. Nothing is sent to followers, which
     read the store.
 
-    *One publisher.* The last one that was opened may publish; it goes on with the chain that it finds, so that a
-    trainer which was killed is just started again. Every earlier one gets `SecondPublisherError`.
+    *One publisher.* The last one that was opened may publish, and goes on with the chain that it finds. Every earlier
+    one gets `SecondPublisherError`.
 
     Args:
       url: a folder, `s3://...`, `gs://...`, `az://...`, or a store of `jaxdist.islands`. It must be empty, or hold
         what another publisher of the same tree has left.
       dtype: in which wider floating-point leaves are published; all others keep their own.
-      anchor_every: states from one anchor to the next: what a newcomer reads besides an anchor. With a patch of 2 %,
-        anchors every 50 states double the bytes that are sent.
+      anchor_every: states from one anchor to the next, which a newcomer reads besides an anchor.
       keep: how many states are kept at least, and the anchor before them; older ones are deleted. A follower that is
         further behind goes on with the newest anchor.
       patience: seconds for which a request that fails is tried again.

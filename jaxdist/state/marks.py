@@ -5,6 +5,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_type_hints
@@ -23,6 +24,9 @@ Resize = Literal["mean", "copy", "zero", "max"]
 
 # The names and shapes of the leaves whose entries an array has one after another, which its own shape does not show.
 LeafOrder = tuple[tuple[str, Shape], ...]
+
+# Of an order, how many leaves a message names.
+SHOWN_LEAVES = 4
 
 # Placeholders for the axes of a two-level group, until the state is bound to names: the last axis, and the others.
 INNER = "<inner>"
@@ -234,6 +238,17 @@ def order_of(marks: Sequence[Any]) -> LeafOrder | None:
     """The order of leaves that is recorded in the marks around an array, or `None`."""
     found = [mark.order for mark in marks if not isinstance(mark, OnHost) and mark.order is not None]
     return found[-1] if found else None
+
+
+def show_orders(order: LeafOrder, other: LeafOrder) -> tuple[str, str]:
+    """Two orders of leaves for a message: both from their first difference on, as far as there is room."""
+    first = next(i for i, pair in enumerate(itertools.zip_longest(order, other)) if len({*pair}) > 1)
+    return _show_order(order, first), _show_order(other, first)
+
+
+def _show_order(order: LeafOrder, first: int) -> str:
+    shown = [f"{name} {list(shape)}" for name, shape in order[first : first + SHOWN_LEAVES]]
+    return ", ".join(["..."] * (first > 0) + shown + ["..."] * (first + SHOWN_LEAVES < len(order)))
 
 
 class MarkedLeaf(NamedTuple):

@@ -50,6 +50,9 @@ def specs_of_leaves(state: State, specs: PyTree | None) -> list[PartitionSpec]:
     given = {tuple(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)}
     found = [_parameter_of(leaf, given) for leaf in leaves]
     sizes = [leaf.value.shape[len(cutting_marks(leaf.marks)) :] for leaf in leaves]
+    if not any(sizes):
+        # Numbers and flat shards, as in the state of `optax.sgd` alone, have no dimensions for the specs.
+        return [PartitionSpec()] * len(leaves)
     # The parameter itself has the shortest path. Factored moments, and what reducers keep, have other shapes.
     shapes: dict[Any, Any] = {}
     for i in sorted(range(len(leaves)), key=lambda i: len(leaves[i].path)):

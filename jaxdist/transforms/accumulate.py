@@ -17,7 +17,7 @@ from .extra_args import with_extra_args
 from .in_plain_jit import with_own_map
 from .local_gradients import check_leaves, check_local
 from .skip_nonfinite import is_guarded
-from .weights import divide_leaves, scale_leaves, weight_of_leaves
+from .weights import divide_leaves, number_per_leaf, scale_leaves, weight_of_leaves
 
 
 class AccumulateState(NamedTuple):
@@ -95,11 +95,8 @@ class _Accumulate(NamedTuple):
     def init(self, params: PyTree) -> State:
         check_leaves(params, sharded=True)
         total, shards = _split(jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params))
-        leaves = len(jax.tree.leaves(params, is_leaf=is_mark))
         # Another number of workers takes the mean of the sums: nothing that was accumulated is lost.
-        marked = bind(
-            (PerWorker(total, resize="mean"), PerWorker(jnp.zeros(leaves, jnp.float32), resize="mean")), self.axis
-        )
+        marked = bind((PerWorker(total, resize="mean"), number_per_leaf(params)), self.axis)
         return AccumulateState(
             self.tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32), bind(shards, self.axis)
         )

@@ -54,8 +54,8 @@ def all_reduce(
     Put it where gradients are still local, usually first in the chain. They must come from
     `local_value_and_grad`: `jax.grad` has already summed those of replicated parameters.
 
-    With `delay=1` the update of step `t` is the mean gradient of step `t-1`, `θ[t+1] = θ[t] - γ mean_w g_w(θ[t-1])`
-    (Pipe-SGD of width 2), and the first is zero.
+    With `delay=1` (Pipe-SGD of width 2) the update of step `t` is the mean gradient of step `t-1`, and the first is
+    zero.
 
     *On the wire*: the reducer's collectives; four bytes more with `examples` or `active`, or four a leaf with a tree.
 
@@ -68,8 +68,8 @@ def all_reduce(
       specs: a tree of `PartitionSpec` like the parameters, for axes that the compiler shards (tensor parallelism);
         make the state by `init_state`. If they name `axis` (FSDP), under plain `jit`, gradients are reduce-scattered.
       normalize_by: the divisor of the mean with `examples`. `"active"`: their number, `Σ n_w g_w / Σ n_w`. `"workers"`:
-        the number of workers, `Σ_{n_w > 0} g_w / W`, so steps get smaller as workers finish (PyTorch's default).
-      delay: 1 hides the reduction, for the memory of a gradient and a lower learning rate.
+        `Σ_{n_w > 0} g_w / W`, PyTorch's default.
+      delay: 0 or 1.
 
     Returns:
       A transformation. `update` takes `examples=`, the number of examples behind this worker's gradient, its weight (0
@@ -79,8 +79,8 @@ def all_reduce(
     Raises:
       ValueError: `normalize_by` or `delay` is unknown; `specs` name the axis of the workers beside another one in a
         dimension, or the reducer cannot scatter. At trace time, `specs` name it inside a map; a leaf is not floating,
-        not varying over the axis, not of its parameter's shape, or `Sharded`; the axis is not bound; the reducer would
-        gather further axes of the mesh.
+        not varying over the axis, not of its parameter's shape, or `Sharded`; the axis is unbound or not that of
+        the gradients; the reducer would gather further axes of the mesh.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd

@@ -159,7 +159,8 @@ def with_own_map(
     def update_fn(
         updates: Updates, state: State, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Updates, State]:
-        if not _is_outside(names):
+        _check_workers(names, updates)
+        if not is_outside_map(names):
             if scattered is not None:
                 raise ValueError(
                     f"all_reduce(specs=) names axis {spec_entry(names)!r} of the workers, over which parameters are "
@@ -179,7 +180,7 @@ def with_own_map(
                 f"transforms.per_worker_value_and_grad(loss, axis={spec_entry(names)!r}), or run the step with "
                 f"distribute(step, mesh, axis={spec_entry(names)!r}); see {PAGE}"
             )
-        return _map_update(tx, names, scattered, updates, state, params, extra_args)
+        return map_update(tx, names, updates, state, params, extra_args, scattered=scattered)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
@@ -221,7 +222,23 @@ def _split_sum(names: tuple[str, ...], path: Any, x: Any) -> PerWorker:
     return PerWorker(split(x), axis=names)
 
 
-def _is_outside(names: Sequence[str]) -> bool:
+def workers_outside_map(updates: Updates) -> tuple[str, ...]:
+    """The axes of the workers whose gradients these are, all of them, under plain jit; else `()`."""
+    axes = [x.axis for x in jax.tree.leaves(updates, is_leaf=is_mark) if isinstance(x, PerWorker)]
+    return next((axis_tuple(axis) for axis in axes if is_outside_map(axis_tuple(axis))), ())
+
+
+def _check_workers(names: Sequence[str], updates: Updates) -> None:
+    found = workers_outside_map(updates)
+    if found and set(found) != set(names):
+        axis, own = spec_entry(found), spec_entry(tuple(names)) or None
+        raise ValueError(
+            f"these are the gradients of the workers of axis {axis!r}, but this transformation is over axis {own!r}: "
+            f"pass axis={axis!r} to it, as to per_worker_value_and_grad; see {PAGE}"
+        )
+
+
+def is_outside_map(names: Sequence[str]) -> bool:
     """Whether no map binds the axes, and the mesh around a plain jit has them."""
     mesh = jax.sharding.get_abstract_mesh()
     if not names or not set(names) <= set(mesh.shape) or set(names) & set(mesh.manual_axes):
@@ -234,15 +251,18 @@ def _is_outside(names: Sequence[str]) -> bool:
     return False
 
 
-def _map_update(
+def map_update(
     tx: optax.GradientTransformationExtraArgs,
     names: tuple[str, ...],
-    scattered: PyTree | None,
     updates: Updates,
     state: State,
     params: PyTree | None,
     extra_args: dict[str, Any],
+    *,
+    scattered: PyTree | None = None,
+    averages: bool = True,
 ) -> tuple[Updates, State]:
+    """Maps an update over the workers. Its updates are equal on all of them, or each worker's own, and then marked."""
     if weights := {"examples", "active"} & {name for name, x in extra_args.items() if x is not None}:
         raise ValueError(
             f"{min(weights)}= is the number of one worker, and under plain jit there are those of all: weigh the loss, "
@@ -254,24 +274,29 @@ def _map_update(
     specs = jax.tree.structure(state).unflatten(view.specs)
     over_workers = PartitionSpec(spec_entry(names))
     local = jax.tree.map(_open, updates, is_leaf=is_mark)
+    of_updates = PartitionSpec() if averages else over_workers
+    if scattered is not None:
+        of_updates = expand_specs(scattered, local)
 
     def update_one(updates, state, params, extra_args):
         leaves, structure = jax.tree.flatten(state)
         own = structure.unflatten([*map(jnp.squeeze, leaves, view.dimensions)])
         out, new = tx.update(jax.tree.map(lambda g: g[0], updates), own, params, **extra_args)
         leaves, structure = jax.tree.flatten(new)
+        out = out if averages else jax.tree.map(lambda g: g[None], out)
         return out, structure.unflatten([*map(jnp.expand_dims, leaves, view.dimensions)])
 
     mapped = shard_map(
         update_one,
         mesh=None,
         in_specs=(over_workers, specs, PartitionSpec(), PartitionSpec()),
-        out_specs=(PartitionSpec() if scattered is None else expand_specs(scattered, local), specs),
+        out_specs=(of_updates, specs),
         axis_names=set(names),
         check_vma=True,
     )
     # Of scattered parameters a map would gather the others' parts, and `all_reduce` needs none.
-    return mapped(local, state, params if scattered is None else None, extra_args)
+    out, state = mapped(local, state, params if scattered is None else None, extra_args)
+    return out if averages else jax.tree.map(lambda g: PerWorker(g, axis=names), out), state
 
 
 def _name_first(scattered: PyTree) -> str:

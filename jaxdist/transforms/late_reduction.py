@@ -11,7 +11,7 @@ from .._core.types import Array, AxisNames, Bool, PyTree, State, Updates
 from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
 from .local_gradients import check_leaves, check_local, check_shapes, with_gradients
-from .weights import weight_of_leaves, zero_unless
+from .weights import number_per_leaf, weight_of_leaves, zero_unless
 
 
 class LateState(NamedTuple):
@@ -47,8 +47,7 @@ def late_reduction(
 
     def init_fn(params: PyTree) -> State:
         zeros = jax.tree.map(jnp.zeros_like, with_gradients(params))
-        numbers = jnp.zeros(len(jax.tree.leaves(zeros)), jnp.float32)
-        gradient, examples = bind((PerWorker(zeros), PerWorker(numbers)), axis)
+        gradient, examples = bind((PerWorker(zeros), number_per_leaf(zeros)), axis)
         return LateState(reduction.init(params), gradient, examples, jnp.array(False))
 
     def update_fn(

@@ -3,8 +3,9 @@
 import optax
 
 from .._core.types import AxisNames
-from ..state.marks import PerWorker, is_mark, with_value
+from ..state.marks import PerWorker, bind, is_mark, with_value
 from .extra_args import with_extra_args
+from .in_plain_jit import map_update, workers_outside_map
 from .weights import keep_unused, weight_of_leaves, zero_unless
 
 
@@ -14,6 +15,8 @@ def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> o
     On a worker without examples in a step, `update(..., examples=0)` or `active=False`, the transformation gets zeros
     in place of a gradient of no data, which may be NaN, and the state stays as it is; with a tree of numbers, that of
     the leaves with 0.
+
+    Under plain `jit` it maps itself over the gradients of `per_worker_value_and_grad`.
 
     *On the wire*: nothing.
 
@@ -35,7 +38,7 @@ def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> o
     def init_fn(params):
         return PerWorker(tx.init(params), axis=axis, resize="mean")
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_one(updates, state, params=None, **extra_args):
         # A state that is a whole field of the train state has no mark inside the step; it is restored afterwards.
         old = state.value if is_mark(state) else state
         weight = weight_of_leaves(extra_args.get("examples"), extra_args.get("active"), updates)
@@ -46,5 +49,13 @@ def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> o
             updates, value = tx.update(zero_unless(weight > 0, updates), old, params, **extra_args)
             value = keep_unused(weight > 0, value, old, tx.init, like)
         return updates, with_value(state, value) if is_mark(state) else value
+
+    of_one = optax.GradientTransformationExtraArgs(init_fn, update_one)  # pyright: ignore[reportArgumentType]
+
+    def update_fn(updates, state, params=None, **extra_args):
+        names = workers_outside_map(updates)
+        if not names:
+            return update_one(updates, state, params, **extra_args)
+        return map_update(of_one, names, updates, bind(state, names), params, extra_args, averages=False)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

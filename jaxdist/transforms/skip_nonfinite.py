@@ -14,11 +14,13 @@ from .._core.checks import Portable, check_count
 from .._core.dtypes import working_dtype
 from .._core.trees import to_device, tree_where
 from .._core.types import Array, AxisNames, Bool, Int, PyTree, State
+from ..comm.base import alone
 from ..comm.over import over
 from ..state.donation import DonationChecks
 from ..state.flax_marks import refuse_shared_variables
-from ..state.marks import check_batch_usable, check_usable
+from ..state.marks import axis_tuple, check_batch_usable, check_usable
 from .extra_args import with_extra_args
+from .in_plain_jit import is_outside_map
 from .weights import weight_of_leaves, zero_unless
 
 
@@ -104,7 +106,8 @@ def skip_nonfinite(
         return SkipNonfiniteState(tx.init(params), zero, jnp.zeros_like(zero), jnp.asarray(allowed, jnp.int32))
 
     def update_fn(updates, state, params=None, **extra_args):
-        comm = over(axis)
+        # Under plain jit a flag is that of all workers already.
+        comm = alone() if is_outside_map(axis_tuple(axis)) else over(axis)
         # Without examples a mean is 0/0, and is left out wherever workers are averaged.
         weight = weight_of_leaves(extra_args.get("examples"), extra_args.get("active"), updates)
         checked = updates if weight is None else zero_unless(weight > 0, updates)

@@ -16,7 +16,8 @@ from .._core.dtypes import working_dtype
 from .._core.trees import tree_where
 from .._core.types import Array, Bool, Float, PyTree, State, Updates
 from ..comm.base import Comm
-from ..state.marks import NO_PARAMETER, is_mark, parameter_indices
+from ..state.marks import NO_PARAMETER, PerWorker, is_mark, parameter_indices
+from ..wire.buffers import leaf_order
 
 
 def weight_of_worker(examples: Any, active: Any, *, name: str) -> Float[Array, ""] | None:
@@ -66,6 +67,15 @@ def weight_of_leaves(examples: Any, active: Any, updates: Updates) -> Float[Arra
         raise ValueError("examples has no number for some leaves of the gradient: pass one for each leaf or subtree")
     weights = jnp.stack(found) if found else jnp.zeros(0, jnp.float32)
     return weights if active is None else _mask(weights, active)
+
+
+def number_per_leaf(params: PyTree) -> PerWorker:
+    """Returns zeros `[leaves]`, this worker's number of examples behind each leaf, with the order of the leaves.
+
+    Where the number of workers changes, each gets the mean: nothing that was counted is lost.
+    """
+    order = leaf_order(params)
+    return PerWorker(jnp.zeros(len(order), jnp.float32), resize="mean", order=order)
 
 
 def as_number(name: str, number: Any) -> Float[Array, ""]:

@@ -13,9 +13,9 @@ from jax import lax
 from jaxtyping import DTypeLike
 
 from .._core.compat import mesh_axes_left_over
-from .._core.types import Array, Like, PyTree, Shaped, UInt
+from .._core.types import Array, Like, PyTree, Shape, Shaped, UInt
 from ..comm.base import Comm
-from ..state.marks import LeafOrder
+from ..state.marks import LeafOrder, Sharded, is_mark
 
 SMALL = 2**16
 # Shards of vectors are padded to a multiple of this: bits fill bytes, and XLA:CPU is many times slower for odd lengths.
@@ -168,9 +168,16 @@ def vector_orders(tree: PyTree[Like]) -> list[LeafOrder]:
 
 
 def leaf_order(tree: PyTree[Like]) -> LeafOrder:
-    """The names and shapes of all leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return tuple((jax.tree_util.keystr(path, simple=True, separator="."), tuple(leaf.shape)) for path, leaf in leaves)
+    """The names and shapes of all leaves, those of a marked one without its mark."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_mark)
+    return tuple((jax.tree_util.keystr(path, simple=True, separator="."), _shape_of(leaf)) for path, leaf in leaves)
+
+
+def _shape_of(leaf: Any) -> Shape:
+    if not is_mark(leaf):
+        return tuple(leaf.shape)
+    # A shard does not have the shape of its leaf, nor does an array of all shards.
+    return leaf.shape if isinstance(leaf, Sharded) else _shape_of(leaf.value)
 
 
 def from_vectors(flats: Sequence[Array], leaves: Sequence[Like]) -> list[Array]:

@@ -113,14 +113,14 @@ def zero_redundancy(
     no masters a float32 residual; the reducer's own.
 
     Args:
-      inner: any optimizer or chain, clipping included. Extra arguments must be equal on all workers.
+      inner: any optimizer or chain, with clipping. Extra arguments must be equal on all workers.
       stage: 1: one collective for all gradients, one for all updates. 2: one for each 25 MiB, saving memory.
-      reducer: averages gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`. `None`: they are means
-        already, and only updates are sent.
-      compressor: compresses the updates: `compressors.int8()`. Fewer bits, larger residuals.
-      master_dtype: `jnp.float32` keeps and updates the parameters in it: for bfloat16, which loses small updates.
-      state_compressor: compresses the shards of large arrays between steps, as `quantized_state`:
-        `compressors.dynamic_fp8(block=8)` takes `2 · (1 + 1/8) / W` instead of `8 / W` bytes a parameter for Adam.
+      reducer: averages gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`. `None`: they are means,
+        and only updates are sent.
+      compressor: compresses the updates.
+      master_dtype: `jnp.float32` keeps and updates the parameters in it.
+      state_compressor: compresses the shards of large arrays between steps, as `quantized_state`: for Adam
+        `compressors.dynamic_fp8(block=8)` takes `2.25 / W` instead of `8 / W` bytes a parameter.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -209,8 +209,8 @@ class _ZeroRedundancy(NamedTuple):
     ) -> tuple[Updates, ZeroState]:
         if params is None:
             raise ValueError(NO_PARAMS)
-        refuse_model_axes("zero_redundancy", "use zero.zero_shardings with plain jit")
         comm, given = over(self.axis), (updates, state)
+        refuse_model_axes("zero_redundancy", "use zero.zero_shardings with plain jit")
         updates, state, params = shard_for_one_worker((updates, state, params), self.axis)
         with jax.named_scope("zero_redundancy"):
             # Gradients of `Sharded` parameters (stage 3) are sharded and averaged already.

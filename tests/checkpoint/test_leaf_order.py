@@ -7,7 +7,9 @@ import collections
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from method_register import AGREED, LOCAL
 from register import CASES
 
 import jaxdist as jd
@@ -67,7 +69,7 @@ def test_the_state_of_an_optimizer_alone(tmp_path, name, other):
     state = placed(name, SAVED)["opt"]
     checkpoint.save(tmp_path, state, 0)
     checkpoint.restore(tmp_path, state)
-    with pytest.raises(ValueError, match=r"has the entries of several leaves one after another"):
+    with pytest.raises(ValueError, match=r"has entries of several leaves one after another"):
         checkpoint.restore(tmp_path, placed(name, other)["opt"])
 
 
@@ -160,3 +162,53 @@ def test_every_reducer_records_the_order(around):
         assert bool(recorded) == bool(flat), (name, flat)
         checked |= {name} if flat else set()
     assert checked
+
+
+# --- one number for each leaf ---
+
+NUMBERED = {
+    "accumulate": lambda: jd.accumulate(optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1)), 3),
+    "late": lambda: jd.all_reduce(jd.exact(), delay=1),
+    "local_steps": lambda: jd.local_sgd.local_sgd(optax.sgd(0.1), sync_period=3),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_numbers_of_examples_in_another_order(tmp_path, name):
+    """Each would weigh the gradients of another leaf."""
+    state, other = (jd.place({"opt": NUMBERED[name]().init(kind(**SAVED))}, 4) for kind in (FirstA, FirstB))
+    checkpoint.save(tmp_path, state, 0)
+    checkpoint.restore(tmp_path, state)
+    with pytest.raises(ValueError, match=r"`opt.examples` .*another, a \[6\], b \[2, 3\], and .* b \[2, 3\], a \[6\]"):
+        checkpoint.restore(tmp_path, other)
+    assert checkpoint.resume(tmp_path, other, changed=["opt.examples"]).new == ("opt.examples",)
+    state["opt"].examples.order = None
+    checkpoint.save(tmp_path, state, 1)
+    checkpoint.restore(tmp_path, other)
+
+
+def test_numbers_of_parameters_that_are_sharded(tmp_path):
+    """Their leaves are named without the mark, and with the shape that any number of workers shares."""
+    params = {"a": jd.Sharded(jnp.ones(6)), "b": jnp.ones((2, 3))}
+    state = jd.accumulate(jd.zero_redundancy(optax.sgd(0.1)), 2).init(params)
+    assert state.examples.order == (("a", (6,)), ("b", (2, 3)))
+    checkpoint.save(tmp_path, jd.place({"params": params, "opt": state}, 4), 0)
+    checkpoint.restore(tmp_path, jd.place({"params": params, "opt": state}, 2))
+
+
+def test_every_method_records_the_order():
+    """Of what has another shape with more leaves, and no parameter's name."""
+
+    def described_leaves(line, names):
+        params = {name: jnp.zeros((8, 8)) for name in names}
+        state = flatten_marks(jax.eval_shape(line.make().init, params))
+        leaves = {jax.tree_util.keystr(x.path): (x.value.shape, order_of(x.marks)) for x in state}
+        return {name: leaf for name, leaf in leaves.items() if not any(f"'{key}'" in name for key in names)}
+
+    checked = set()
+    for name, line in (AGREED | LOCAL).items():
+        few, more = described_leaves(line, "pq"), described_leaves(line, "pqr")
+        found = {leaf: order for leaf, (shape, order) in few.items() if leaf in more and more[leaf][0] != shape}
+        assert None not in found.values(), (name, found)
+        checked |= {name} if found else set()
+    assert {"accumulate", "all_reduce late", "diloco", "streaming_diloco"} <= checked

@@ -227,6 +227,17 @@ def test_bad_arguments_leave_an_older_log_alone(arguments, tmp_path, monkeypatch
     assert results.read_log(log) == [{"kept": True}]
 
 
+@pytest.mark.parametrize("islands", [[], ["--sync", "diloco:H=2", "--islands", "store"]])
+def test_a_folder_that_another_run_uses_keeps_the_log_of_that_run(islands, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.jsonl").write_text("of the other run\n")
+    command = ["train", "--workload", "digits", "--model", "convnet:2", "--devices", "1", "--out", str(tmp_path)]
+    with jd.checkpoint.writing(tmp_path / "checkpoint"):
+        assert cli.main([*command, "--no-baseline", *islands]) == 2
+    assert "writes checkpoints into" in capsys.readouterr().err
+    assert (tmp_path / "log.jsonl").read_text() == "of the other run\n"
+
+
 @pytest.mark.parametrize("islands", [[], ["--sync", "diloco:H=5", "--islands", "store", "--no-baseline"]])
 def test_a_finished_run_is_refused_before_anything_is_trained(islands, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -151,3 +151,19 @@ def test_the_bytes_of_a_unit_are_those_of_one_worker():
     assert list(tables.seeds_table(spreads, units).columns[2].cells) == ["3.9 kB", "3.9 B"]
     assert tables.seed_records(spreads, spreads[0], units)[0]["wire_bytes_per_token"] == 4e6 / 1024
     assert tables.Units("image", 1.0).heading() == "bytes an image"
+
+
+def test_the_table_of_periods_has_the_bytes_of_a_unit():
+    record = train.Record(1, 5.0, 0.1, 1.0, 4e6, 4e6)
+    runs = [results.RunResult(name, (record,), {"loss": 2.0}, sent, 1.0) for name, sent in (("a", 4e6), ("b", 4e3))]
+    cells = [
+        suites.Cell(
+            name, period, 0.1, suites.collect_seeds([run], [runs[0]]), 4e3, np.array([1]), np.array([2.0]), 4096
+        )
+        for name, period, run in zip(("exact", "diloco"), (0, 50), runs, strict=True)
+    ]
+    units = tables.Units("token", 1024.0)
+    table = tables.periods_table(cells, units)
+    assert [column.header for column in table.columns][3:6] == ["bytes a step", "bytes a token", "fewer bytes"]
+    assert list(table.columns[4].cells) == ["3.9 kB", "3.9 B"]
+    assert [row["wire_bytes_per_token"] for row in tables.period_records(cells, units)] == [4e6 / 1024, 4e3 / 1024]

@@ -1,9 +1,11 @@
 """Which run an island belongs to: its number, its description, and what is refused before anything is written."""
 
+import collections
 import contextlib
 import itertools
 import json
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,8 @@ from problems import assert_close
 
 import jaxdist as jd
 from jaxdist import islands
-from jaxdist.islands import identity, protocol
+from jaxdist.islands import identity, protocol, run
+from jaxdist.islands.connection import Connection
 
 QSGD = jd.compressors.qsgd
 
@@ -139,6 +142,36 @@ def test_another_model_is_refused_by_the_name_of_the_leaf(params, message):
     with pytest.raises(islands.RunMismatchError, match=message):
         enter(store, tx, state=State(params, tx.init(params)))
     assert store.list("") == names
+
+
+FirstW = collections.namedtuple("FirstW", "w b")
+FirstB = collections.namedtuple("FirstB", "b w")
+
+
+def test_leaves_in_another_order_are_refused():
+    """Their names and shapes are the same, and so are the programs and messages: drifts would be those of others."""
+    store, tx, leaves = islands.memory(), method(), {"w": jnp.ones(3), "b": jnp.zeros(3)}
+    first, second = FirstW(**leaves), FirstB(**leaves)
+    enter(store, tx, "a", State(first, tx.init(first)))
+    names = store.list("")
+    for refused in (
+        lambda: enter(store, tx, state=State(second, tx.init(second))),
+        lambda: islands.read(store, tx, second),
+    ):
+        with pytest.raises(
+            islands.RunMismatchError,
+            match=r"leaves are in another order: w \[3\], b \[3\] in the run, b \[3\], w",
+        ):
+            refused()
+    assert store.list("") == names
+    enter(store, tx, "c", State(first, tx.init(first)))
+
+
+def test_a_run_that_does_not_say_in_which_order_its_leaves_are_is_joined():
+    store, tx, params = islands.memory(), method(), FirstW(jnp.ones(3), jnp.zeros(3))
+    enter(store, tx, "a", State(params, tx.init(params)))
+    edit_description(store, lambda run: run.pop("order"))
+    enter(store, tx, "b", State(params, tx.init(params)))
 
 
 def test_who_only_reads_may_have_parameters_of_another_dtype():
@@ -401,6 +434,35 @@ def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent()
         assert other_store.list("") == names
 
 
+@pytest.mark.parametrize("rounds", [3, 7])
+def test_a_store_that_is_set_back_is_noticed_before_a_second_run_grows_in_it(rounds):
+    """As by a copy of yesterday: what enters goes on from there, and a running island must not go on beside it."""
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    step, options = step_of(tx), {"keep_every": 2, "round_timeout": 0.2}
+    with islands.join(store, tx, name="a", patience=1, **options) as island:
+        state = island.enter(begin(tx))
+        for number in range(rounds):
+            state, report = island.meet(step(state, GOALS[0]))
+            island._cleaner.join()
+            assert report.counted
+            if number == 1:
+                copy = {name: store.get(name) for name in store.list("")}
+        store.delete_many(store.list(""))
+        for name, body in copy.items():
+            store.put(name, body)
+        state, report = island.meet(step(state, GOALS[0]))
+        assert (report.offline, report.counted, report.round) == (True, False, rounds)
+        assert f"rounds/{rounds - 1:08d}/commit" in report.problem
+        assert "set back to an earlier state" in report.problem
+        _, others = train(store, tx, "b", rounds, **options)
+        assert [other.round for other in others] == [*range(3, rounds + 3)]
+        with pytest.raises(
+            islands.RunMismatchError, match=rf"rounds/{rounds - 1:08d}/commit .* start this island again"
+        ):
+            island.meet(state)
+    assert all(one.members == ("b",) for one in islands.status(store).rounds[2:])
+
+
 def test_progress_of_another_run_is_never_in_a_commit():
     seen = protocol.Seen(False, frozenset("ab"), frozenset(), frozenset())
     drifts = {
@@ -422,16 +484,17 @@ def test_kept_parameters_that_are_gone_are_named_with_the_cure():
 
 
 def test_the_status_of_a_run_reads_records_alone():
-    store, got = islands.memory(), []
+    store, asked = islands.memory(), []
 
     def call(number, name, function, arguments):
-        if name == "get":
-            got.append(arguments[0])
+        asked.append((name, arguments[0]))
         return function(*arguments)
 
     run_alone(store, 3)
     found = islands.status(wrap(store, call))
-    assert not [name for name in got if name.startswith("bodies/")]
+    assert not [name for kind, name in asked if kind == "get" and name.startswith("bodies/")]
+    # Those of a month are too many to list.
+    assert ("list", "rounds/") not in asked
     for one in found.rounds:
         name = json.loads(store.get(f"rounds/{one.round:08d}/drift/a"))["body"]
         assert one.sent_bytes == {"a": len(store.get(f"bodies/{name}"))}
@@ -444,6 +507,22 @@ def test_the_status_of_a_run_reads_records_alone():
     ]
     with pytest.raises(ValueError, match="last must be at least 0, got -1"):
         islands.status(store, last=-1)
+
+
+@pytest.mark.parametrize("ended", [0, 1, 2, 7, 8, 100])
+def test_the_open_round_is_found_by_few_requests(ended):
+    store, asked = islands.memory(), []
+
+    def call(number, name, function, arguments):
+        asked.append(arguments[0])
+        return function(*arguments)
+
+    for number in range(ended):
+        store.create(protocol.round_name(number, "commit"), b"{}")
+    for first in {0, ended // 2, ended}:
+        asked.clear()
+        assert run.open_round(Connection(wrap(store, call)), first) == ended
+        assert len(asked) <= 2 * math.log2(ended - first + 2) + 2
 
 
 def test_the_status_shows_who_has_not_sent_yet():

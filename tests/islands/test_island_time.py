@@ -64,7 +64,8 @@ def train_round(step, state, examples=3.0):
 
 
 def commits_of(store):
-    commits = [run.read_commit(Connection(store), number) for number in run.ended_rounds(Connection(store))]
+    ended = range(run.open_round(Connection(store), 0))
+    commits = [run.read_commit(Connection(store), number) for number in ended]
     return [commit for commit in commits if commit is not None]
 
 
@@ -356,6 +357,24 @@ def test_a_meeting_waits_for_no_clean_up():
     assert not [name for name in base.list("rounds/") if "old-" in name]
 
 
+def test_a_meeting_waits_for_no_listing_of_all_rounds():
+    """Commits stay: after a month of them a clean-up lists them for many seconds."""
+    base, tx = islands.memory(), method(inner=optax.sgd(0.1))
+
+    def list_names(prefix):
+        if prefix == "rounds/":
+            time.sleep(1.0)
+        return base.list(prefix)
+
+    with islands.join(base._replace(list=list_names), tx, name="a", round_timeout=0.5, keep_every=1) as island:
+        state = island.enter(begin(tx))
+        for _ in range(40):
+            state, report = island.meet(state)
+            assert (report.counted, report.offline) == (True, False)
+            time.sleep(0.02)
+    assert base.list("anchors/") != [f"anchors/{0:08d}"]
+
+
 @pytest.mark.parametrize("away", ["refuses", "is silent"])
 @pytest.mark.parametrize("end", ["Ctrl-C", "leave", "leave with a state"])
 def test_leaving_takes_no_longer_than_a_goodbye(away, end):
@@ -606,3 +625,43 @@ def remember(updates, state, comm, extras):
     old = jax.tree.leaves(state)
     means = [mean + 0.1 * x for mean, x in zip(received.mean, old, strict=True)]
     return jd.reducers.Reduced(tree.unflatten(means), updates), tree.unflatten([x + 1 for x in old])
+
+
+def test_credentials_that_come_back_count_in_the_next_meeting():
+    """What was refused a meeting ago is sent again before it is reported: the reason may have passed."""
+    tx, step, state = counting()
+    is_refused = False
+
+    def around(number, name, function, arguments):
+        if is_refused:
+            raise PermissionError("the token has expired")
+        return function(*arguments)
+
+    with islands.join(wrap(islands.memory(), around), tx, name="a", round_timeout=20, patience=60) as island:
+        state, _ = island.meet(train_round(step, island.enter(state)))
+        for _ in range(2):
+            is_refused = True
+            for _ in range(2):
+                state, report = island.meet(train_round(step, state))
+                assert (report.offline, report.counted) == (True, False)
+                assert "the token has expired" in report.problem
+            is_refused = False
+            state, report = island.meet(train_round(step, state))
+            assert (report.offline, report.counted) == (False, True)
+
+
+def test_a_listing_that_is_later_than_the_timeout_is_named(caplog):
+    """Otherwise it looks as if no island were there, though this one has just sent its progress."""
+    base, tx = islands.memory(), method()
+
+    def list_late(prefix):
+        return [name for name in base.list(prefix) if "/drift/" not in name]
+
+    with islands.join(base._replace(list=list_late), tx, name="a", round_timeout=0.1, patience=0.5) as island:
+        state, report = island.meet(island.enter(begin(tx)))
+        assert not report.counted
+        message = "does not list the progress of 'a' 0.1 s after it was sent"
+        assert any(message in text for text in warnings_of(caplog))
+        with pytest.raises(islands.TooFewIslandsError, match=f"{message}.*acdirmax=1.*raise round_timeout"):
+            for _ in range(20):
+                state, _ = island.meet(state)

@@ -348,8 +348,9 @@ def test_a_full_disk_keeps_nothing_of_what_it_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     for write in (store.put, store.create):
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=rf"No space left on device for {tmp_path}; free some of that disk") as found:
             write("bodies/1", b"first")
+        assert found.value.errno == errno.ENOSPC
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

@@ -1,5 +1,6 @@
 """Optimizer state on disk: the same bits as in memory, within the buffers, through crashes and full disks."""
 
+import collections
 import errno
 import json
 import os
@@ -210,6 +211,52 @@ def test_numbers_of_another_optimizer_are_refused(tmp_path, first, second):
     opt.close()
     with pytest.raises(ValueError, match="another model, optimizer"):
         offload.nvme(second, offload.Store(tmp_path), master_dtype=jnp.float32).init(ones)
+
+
+FirstA = collections.namedtuple("FirstA", "a b")
+FirstB = collections.namedtuple("FirstB", "b a")
+ONES, MOMENTUM = jnp.ones(3), optax.sgd(0.1, momentum=0.9)
+TRACE, RMS = optax.trace(0.9), optax.scale_by_rms()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (({"w": jnp.ones((2, 3))}, MOMENTUM), ({"w": jnp.ones((3, 2))}, MOMENTUM), r"w \[2, 3\].* here of w \[3, 2\]"),
+        (({"w": ONES}, optax.chain(TRACE, RMS)), ({"w": ONES}, optax.chain(RMS, TRACE)), r"0\.trace\.w.*0\.nu\.w"),
+        (({"w": ONES}, MOMENTUM), ({"w": ONES}, optax.rmsprop(0.1)), r"0\.trace\.w \[3\].*0\.nu\.w \[3\]"),
+    ],
+    ids=["transposed", "rules in another order", "another rule"],
+)
+def test_arrays_of_equal_sizes_of_other_leaves(tmp_path, first, second, message):
+    """They were those of others without a word, and still are in stores that earlier versions wrote."""
+    (params, rule), (other_params, other_rule) = first, second
+    opt = offload.nvme(rule, offload.Store(tmp_path), master_dtype=jnp.float32)
+    opt.apply(opt.init(params), params)
+    opt.close()
+    other = offload.nvme(other_rule, offload.Store(tmp_path), master_dtype=jnp.float32)
+    with pytest.raises(ValueError, match=f"another model, optimizer, .*{message}"):
+        other.init(other_params)
+    edit_manifests(tmp_path, lambda manifest: manifest.pop("order"))
+    other.init(other_params)
+    other.close()
+
+
+def test_fields_in_another_order(tmp_path):
+    opt = offload.nvme(MOMENTUM, offload.Store(tmp_path))
+    found = opt.apply(opt.init(FirstA(ONES, ONES)), FirstA(ONES, ONES))
+    opt.close()
+    with pytest.raises(ValueError, match=r"of a \[3\], b \[3\], .*, and here of b \[3\], a \[3\], "):
+        offload.nvme(MOMENTUM, offload.Store(tmp_path)).init(FirstB(found.b, found.a))
+
+
+def edit_manifests(folder, change):
+    """Changes the manifests of a store, whose checksums stay right."""
+    for path in folder.glob("worker-00000-of-00001/manifest.*.json"):
+        manifest = json.loads(json.loads(path.read_text())["manifest"])
+        change(manifest)
+        text = json.dumps(manifest)
+        path.write_text(json.dumps({"crc": zlib.crc32(text.encode()), "manifest": text}))
 
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
@@ -429,6 +476,8 @@ def test_a_damaged_manifest_is_deleted_as_its_error_says(tmp_path, adamw):
         ("numbers", {"count": 3}),
         ("hashes", 5),
         ("hashes", [["x"]]),
+        ("order", 5),
+        ("order", [["w", ["x"]]]),
     ],
 )
 def test_a_manifest_of_wrong_types(tmp_path, adamw, field, value):
@@ -438,9 +487,7 @@ def test_a_manifest_of_wrong_types(tmp_path, adamw, field, value):
     first = opt.init(params())
     found = opt.apply(first, gradient(first))
     opt.close()
-    for path in (tmp_path / "worker-00000-of-00001").glob("manifest.*.json"):
-        text = json.dumps({**json.loads(json.loads(path.read_text())["manifest"]), field: value})
-        path.write_text(json.dumps({"crc": zlib.crc32(text.encode()), "manifest": text}))
+    edit_manifests(tmp_path, lambda manifest: manifest.update({field: value}))
     with pytest.raises(
         offload.StoreDamagedError, match=r"the manifest .* restore it from a copy, or delete the folder"
     ):

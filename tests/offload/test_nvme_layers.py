@@ -370,6 +370,17 @@ def test_refuses_by_name(tmp_path):
         start(build(optax.adam(optax.constant_schedule(1e-2))), params)
 
 
+def test_rules_in_another_order(tmp_path):
+    """Their arrays have the same sizes and dtypes: each was that of the other without a word."""
+    first, second, params = optax.trace(0.9), optax.scale_by_rms(), make_params(2)
+    run = offload.nvme_layers(STACK, optax.chain(first, second), offload.Store(tmp_path))
+    start(run, params)
+    run.close()
+    message = r"of \.\.\., embed\.0\.trace\..*, and here of \.\.\., embed\.0\.nu\."
+    with pytest.raises(ValueError, match=f"another model, optimizer, .*{message}"):
+        start(offload.nvme_layers(STACK, optax.chain(second, first), offload.Store(tmp_path)), params)
+
+
 def test_the_state_of_empty_leaves_keeps_its_dtype(tmp_path):
     params = {"e": np.zeros((0, 2), np.float32), "w": np.ones((5, 3), np.float32)}
     tx = optax.adam(0.1, mu_dtype="bfloat16")

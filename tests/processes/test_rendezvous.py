@@ -1,7 +1,9 @@
 """Processes that check in, as threads: who is missing, who differs, and what is heard at the port."""
 
+import collections
 import contextlib
 import os
+import re
 import resource
 import secrets
 import socket
@@ -493,6 +495,14 @@ def test_what_differs_is_named(mesh, other, message):
     card = consistency.fingerprint_state(**same)
     assert consistency.find_difference(consistency.fingerprint_state(**same), card, 1) == ""
     assert consistency.find_difference(consistency.fingerprint_state(**{**same, **other}), card, 1).startswith(message)
+
+
+def test_fields_in_another_order():
+    """As those of a class that is made of a set of names, whose order differs between processes."""
+    first, second = (collections.namedtuple("Params", names)(*jnp.zeros((2, 3))) for names in ("a b", "b a"))
+    cards = [consistency.fingerprint_state(params, None, None) for params in (first, second)]
+    found = consistency.find_difference(cards[1], cards[0], 1)
+    assert re.match(r"tree `structure` is .* of \.b, \.a in process 1 and .* of \.a, \.b in process 0: all", found)
 
 
 def test_trees_with_functions_are_the_same_in_all_processes():

@@ -44,7 +44,8 @@ COLUMNS = 84
 TRANSCRIPTS = (
     *("docs/index.md", "docs/all-of-jaxdist.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md"),
     *("docs/how-to/train-a-language-model.md", "docs/how-to/tensor-parallelism.md"),
-    "docs/how-to/keep-your-shardings.md",
+    *("docs/how-to/keep-your-shardings.md", "docs/how-to/train-on-spot-machines.md"),
+    "docs/how-to/islands-over-a-bucket.md",
     *(f"docs/notebooks/{name}.md" for name in ("first-steps", "choose-a-reducer", "new-compressor")),
     "docs/notebooks/diloco-and-islands.md",
 )

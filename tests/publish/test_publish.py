@@ -1,5 +1,6 @@
 """Weights that follow a trainer: every state whole and bit for bit, whatever is killed, lost, damaged or too slow."""
 
+import collections
 import json
 import logging
 import sys
@@ -433,6 +434,21 @@ def test_what_is_refused(states, tmp_path):
     store.put("publish.json", b"[]")
     with pytest.raises(publish.PublishDamagedError, match="restore it"):
         publish.open(store)
+
+
+FirstA = collections.namedtuple("FirstA", "a b")
+FirstB = collections.namedtuple("FirstB", "b a")
+
+
+def test_leaves_in_another_order_are_refused():
+    """Their names and shapes are the same: words would be those of another leaf."""
+    store, leaves = islands.memory(), {"a": jnp.ones(3), "b": jnp.zeros(3)}
+    publish_all(store, [(0, FirstA(**leaves))])
+    message = "in the order .'a', 'b'., not .'b', 'a'."
+    with pytest.raises(publish.PublishMismatchError, match=message):
+        read_all(store, FirstB(**leaves))
+    with pytest.raises(publish.PublishMismatchError, match=message):
+        publish.open(store).put(FirstB(**leaves), step=1)
 
 
 def test_a_store_that_is_out_of_reach_is_an_error(states):

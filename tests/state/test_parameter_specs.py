@@ -99,6 +99,20 @@ def test_a_dimension_that_does_not_divide_on_the_new_mesh_is_replicated():
     assert jd.place(x, jd.make_mesh({"dcn": 2, "fsdp": 4}), axis="dcn").sharding.is_fully_replicated
 
 
+def test_an_optimizer_state_without_arrays_of_parameters():
+    """A program that makes it alone passes the specs whatever the optimizer is."""
+    mesh, specs = make_mesh(), {"w": P("fsdp", "model")}
+    state = jd.init_state(lambda: optax.sgd(0.1).init({"w": jnp.ones((4, 8))}), mesh, axis="dcn", specs=specs)
+    assert not jax.tree.leaves(state)
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
+    state = jd.init_state(lambda: noise.init({"w": jnp.ones((4, 8))}), mesh, axis="dcn", specs=specs)
+    assert state.count.sharding.is_fully_replicated
+    # Flat shards are cut over the workers alone.
+    tx = jd.zero_redundancy(optax.adam(0.1), axis="dcn")
+    state = jd.init_state(lambda: tx.init({"w": jnp.ones((4, 8))}), mesh, axis="dcn", specs=specs)
+    assert spec_at(state.inner[0].mu["w"].value) == ("dcn",)
+
+
 def test_specs_of_no_array_are_refused():
     def make_state():
         return {"params": make_params()}

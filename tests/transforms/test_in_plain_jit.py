@@ -282,3 +282,152 @@ def test_what_needs_another_place_is_refused():
         jd.distribute(mapped, make_mesh(), axis="dcn")(
             jd.place(make_params(), make_mesh(), axis="dcn"), batch(make_mesh())
         )
+
+
+def of_slices(params):
+    """Gradients as `per_worker_value_and_grad(axis="dcn")` returns them."""
+    return jax.tree.map(lambda p: jd.PerWorker(jnp.ones((2, *p.shape)), axis=("dcn",)), params)
+
+
+SMALL = {"w": jnp.ones((4, 4))}
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [
+        lambda: jd.all_reduce(jd.exact()),
+        lambda: jd.all_reduce(jd.exact(), delay=1),
+        lambda: jd.accumulate(jd.all_reduce(jd.exact(), axis="dcn"), 2),
+        lambda: jd.zero_redundancy(optax.adam(0.1)),
+    ],
+    ids=["all_reduce", "delay", "accumulate", "zero_redundancy"],
+)
+def test_the_axis_of_the_slices_is_named_where_it_was_left_out(transformation):
+    """`axis="data"` is the default, and no axis of this mesh."""
+    tx = transformation()
+    match = "gradients of the workers of axis 'dcn', but .* axis 'data': pass axis='dcn'"
+    with jax.set_mesh(make_mesh()), pytest.raises(ValueError, match=match):
+        jax.jit(tx.update)(of_slices(SMALL), tx.init(SMALL), SMALL)
+
+
+@pytest.mark.parametrize("axis", ["fsdp", None])
+def test_gradients_of_other_workers_are_refused(axis):
+    """Along an axis of the same size they would be averaged all the same, and along none not at all."""
+    tx = jd.all_reduce(jd.exact(), axis=axis)
+    match = f"gradients of the workers of axis 'dcn', but .* axis {axis!r}: pass axis='dcn'"
+    with jax.set_mesh(make_mesh()), pytest.raises(ValueError, match=match):
+        jax.jit(tx.update)(of_slices(SMALL), tx.init(SMALL), SMALL)
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [
+        lambda: jd.all_reduce(jd.exact()),
+        lambda: jd.zero_redundancy(optax.adam(0.1)),
+        lambda: jd.local_steps(optax.sgd(0.1), optax.sgd(0.7), sync_period=2),
+        lambda: jd.gossip(optax.sgd(0.1), jd.topology.ring(2)),
+        lambda: jd.skip_nonfinite(optax.sgd(0.1)),
+        lambda: jd.optimizers.dion(0.1, rank=2),
+    ],
+    ids=["all_reduce", "zero_redundancy", "local_steps", "gossip", "skip_nonfinite", "dion"],
+)
+def test_an_axis_that_the_mesh_lacks_is_told_with_those_that_it_has(transformation):
+    """Gradients of plain JAX, on a mesh of other names."""
+    tx = transformation()
+    match = r"axis 'data' .*the mesh has \('dcn', 'fsdp', 'model'\): pass axis="
+    with jax.set_mesh(make_mesh()), pytest.raises(ValueError, match=match):
+        jax.jit(tx.update)(SMALL, tx.init(SMALL), SMALL)
+    # Without a mesh the names are not known here.
+    match = r"axis 'data' is not bound here: run the step with .*jax\.set_mesh\(mesh\), and axis="
+    with pytest.raises(ValueError, match=match):
+        jax.jit(tx.update)(SMALL, tx.init(SMALL), SMALL)
+
+
+def small_step(tx, value_and_grad, mean):
+    def train_step(state, batch):
+        params, opt_state = state
+        loss, grads = value_and_grad(lambda p, x: jnp.mean(jnp.square(x @ p["w"])), axis="dcn")(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), mean(loss)
+
+    return train_step
+
+
+def train_small(tx, mesh, step, batches):
+    specs = {"w": P("fsdp", "model")}
+    with jax.set_mesh(mesh):
+        state = jd.init_state(lambda: (SMALL, tx.init(SMALL)), mesh, axis="dcn", specs=specs)
+        for x in batches:
+            state, _ = step(state, jax.device_put(x, jax.NamedSharding(mesh, P(("dcn", "fsdp")))))
+    return state
+
+
+def test_per_worker_is_each_slices_own():
+    """Clipping in front of the mean: by the norm of each slice, and not by one norm of all of them."""
+    tx = optax.chain(
+        jd.transforms.per_worker(optax.chain(optax.clip_by_global_norm(0.1), optax.trace(0.9))),
+        jd.all_reduce(jd.exact(), axis="dcn", specs={"w": P("fsdp", "model")}),
+        optax.sgd(1.0),
+    )
+    mesh = make_mesh()
+    batches = np.random.default_rng(0).standard_normal((2, 8, 4)).astype(np.float32)
+    batches[:, :4] *= 10
+    plain = small_step(tx, jd.transforms.per_worker_value_and_grad, lambda loss: loss)
+    found = train_small(tx, mesh, jax.jit(plain), batches)
+    mapped = small_step(tx, jd.local_value_and_grad, lambda loss: jax.lax.pmean(loss, "dcn"))
+    assert_close(found[0], train_small(tx, mesh, jd.distribute(mapped, mesh, axis="dcn"), batches)[0], 1e-5)
+    momentum = found[1][0].value[1].trace["w"]
+    assert momentum.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("dcn", "fsdp", "model")), momentum.ndim)
+
+
+def test_a_bad_gradient_of_one_slice_skips_the_step():
+    averaged = jd.all_reduce(jd.exact(), axis="dcn", specs={"w": P("fsdp", "model")})
+    tx, mesh = jd.skip_nonfinite(optax.chain(averaged, optax.adam(0.1)), axis="dcn"), make_mesh()
+    step = jax.jit(small_step(tx, jd.transforms.per_worker_value_and_grad, lambda loss: loss))
+    good = np.ones((8, 4), np.float32)
+    bad = np.where(np.arange(8)[:, None] == 0, np.nan, good)
+    params, state = train_small(tx, mesh, step, [bad])
+    assert int(state.skipped) == 1
+    assert_close(params, SMALL)
+    params, state = train_small(tx, mesh, step, [bad, good])
+    assert int(state.skipped) == 1
+    assert_close(params, {"w": np.full((4, 4), 0.9)}, 1e-5)
+
+
+@pytest.mark.slow
+@KINDS
+def test_parameters_in_bfloat16_beside_masters(kind):
+    """As the page writes it, against one gradient of the whole batch and optax alone."""
+    mesh, tx = make_mesh(kind), optax.sgd(0.1, momentum=0.9)
+    averaged = optax.chain(jd.all_reduce(jd.exact(), axis="dcn", specs=SPECS), tx)
+
+    def make_step(tx, gradient):
+        def train_step(state, batch):
+            params, masters, opt_state = state
+            loss, grads = gradient(params, batch)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            updates, opt_state = tx.update(grads, opt_state, masters)
+            masters = optax.apply_updates(masters, updates)
+            params = jax.tree.map(lambda p, m: m.astype(p.dtype), params, masters)
+            return (params, masters, opt_state), loss
+
+        return jax.jit(train_step)
+
+    def build(tx):
+        masters = make_params()
+        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters), masters, tx.init(masters)
+
+    of_slices = jd.transforms.per_worker_value_and_grad(exact_loss, axis="dcn")
+    step, plain = make_step(averaged, of_slices), make_step(tx, jax.value_and_grad(exact_loss))
+    with jax.set_mesh(mesh):
+        state = jd.init_state(lambda: build(averaged), mesh, axis="dcn", specs=SPECS)
+        for seed in range(3):
+            state, _ = step(state, batch(mesh, seed))
+    # On one device.
+    wanted = build(tx)
+    single = jax.make_mesh((1, 1, 1), ("dcn", "fsdp", "model"), axis_types=(kind,) * 3, devices=jax.devices()[:1])
+    with jax.set_mesh(single):
+        for seed in range(3):
+            wanted, _ = plain(wanted, np.asarray(batch(mesh, seed)))
+    assert state[0]["table"].dtype == jnp.bfloat16
+    assert_close(jax.device_get(state[1]), jax.device_get(wanted[1]), 1e-3)

@@ -26,7 +26,10 @@ MISTAKES = {
     "mesh": ("MismatchError", "mesh `axes` is {'data': 2, 'model': 2} in process 1 and {'data': 4} in process 0"),
     "recipe": ("MismatchError", "recipe `batch` is 33 in process 1 and 32 in process 0"),
     "axis of distribute": ("ValueError", "the mesh has no axis 'workers'; its axes are ('data',)"),
-    "axis of all_reduce": ("ValueError", "axis 'model' is not bound here: run the step with distribute(step, mesh)"),
+    "axis of all_reduce": (
+        "ValueError",
+        "axis 'model' is not bound here, and the mesh has ('data',): pass axis= with the",
+    ),
     "axis of batch_specs": ("ValueError", "batch_specs names the axis 'batch', but the axes of the workers are"),
     "axis of init_state": ("ValueError", "the mesh has no axis 'workers'; its axes are ('data',)"),
     "axis of place": ("ValueError", "the mesh has no axis 'workers'; its axes are ('data',)"),

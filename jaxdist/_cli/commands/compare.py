@@ -310,11 +310,12 @@ def _compare_periods(chosen: CompareOptions) -> None:
             title = f"{title_of(chosen, workload, workers)}, {chosen.start} synchronous steps of {chosen.steps} first"
             title += f", best of rates {', '.join(f'{rate:g}' for rate in chosen.rates)}" if chosen.rates else ""
             console.print(f"\n{title}", style="dim", highlight=False)
-            table = tables.periods_table(shown)
+            units = tables.count_units(workload, chosen.batch, workers)
+            table = tables.periods_table(shown, units)
             print_table(console, table)
             if chosen.table is not None:
                 path = chosen.table.with_stem(f"{chosen.table.stem}-{workers}")
-                print_paths(console, table=tables.write_table(table, tables.period_records(cells), path))
+                print_paths(console, table=tables.write_table(table, tables.period_records(cells, units), path))
             texts = {"title": title, "unit": unit_of(workload), "counted": workload.unit}
             plot = losses.draw_periods(shown, figure, **texts)
             print_figure(console, chosen, plot)

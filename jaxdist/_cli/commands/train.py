@@ -163,7 +163,8 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
         # Where it cannot be made, the baseline need not be trained.
         offload.folder.mkdir(parents=True, exist_ok=True)
     finished, log_path = [], path_in(chosen.out, "log.jsonl")
-    with results.open_log(log_path, append=chosen.resume) as log, results.background_saver(place) as save:
+    # The saver first: it refuses a folder in which another run is writing, whose log is there too.
+    with results.background_saver(place) as save, results.open_log(log_path, append=chosen.resume) as log:
         for name, run in baselines:
             try:
                 # The state is dropped at once: the next run needs the memory.
@@ -186,7 +187,8 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     baseline = finished[0] if names else None
     labels = {"title": title_of(chosen, workload, mesh.size), "unit": unit_of(workload)}
     plot = losses.draw_train(finished[-1], baseline, chosen.out / "loss.png", **labels)
-    print_table(console, tables.runs_table(finished, baseline))
+    units = tables.count_units(workload, chosen.batch, mesh.size)
+    print_table(console, tables.runs_table(finished, baseline, units))
     _print_savings(console, finished[-1], baseline)
     print_paths(console, log=log_path, checkpoint=place)
     print_figure(console, chosen, plot)
@@ -231,8 +233,9 @@ def _train_on_island(chosen: TrainOptions) -> None:
         **{option: getattr(chosen, option) for option in JOIN_OPTIONS if _is_given(chosen, option)},
     )
     with (
-        results.open_log(log_path, append=chosen.resume) as log,
+        # First, as it refuses a folder in which another run is writing, whose log is there too.
         results.background_saver(place) as save,
+        results.open_log(log_path, append=chosen.resume) as log,
         joined as island,
     ):
         with show_compiling(console, f"{spelling} for {mesh.size} workers"):

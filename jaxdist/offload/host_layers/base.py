@@ -65,11 +65,11 @@ def host_layers(
 ) -> HostLayers:
     """Trains a stack of layers that is in host memory, of which three layers are on the device at a time.
 
-    While a layer is computed, the next two are sent to the device, in the forward and in the backward pass. The
-    backward pass computes a layer again from its input, updates it on the device and sends it back before the next.
+    In both passes, the next two layers are sent while one is computed. The backward pass computes a layer again from
+    its input, updates it on the device and sends it back.
 
     *Between host and device* in a step, for Adam in float32 and `n` parameters: `16n` bytes to the device and `12n`
-    back; with `clip_norm` `24n` and `16n`, since gradients wait on the host for the norm of all.
+    back; with `clip_norm` `24n` and `16n`.
 
     *On the device*: `prefetch + 1` layers with their optimizer state and one gradient (with `clip_norm` each with its
     gradient), and what one layer computes.
@@ -77,20 +77,21 @@ def host_layers(
     *On the wire*, with a `mesh`: an all-reduce of each part's gradient. Every device is sent the whole layer.
 
     Args:
+      stack: the model.
       inner: an optimizer that treats each parameter alone (Adam, Lion, Muon, LAMB, with schedules); it sees one part at
         a time, so masks and labels are functions.
-      prefetch: the parts that are sent ahead of the computation; 0 for the least memory.
+      prefetch: the parts that are sent ahead of the computation.
       clip_norm: clips gradients by their norm over all parts.
-      master_dtype: `jnp.float32` keeps the parameters in it on the host and updates those; the device computes with
-        their rounding to the dtype that `init` was given.
+      master_dtype: `jnp.float32` keeps and updates the parameters in it on the host; the device computes with their
+        rounding to the dtype that `init` was given.
       mesh: its devices are the workers; `None`: one device.
       axis: the axes of the mesh over which the batch is split.
       reducer: averages gradients; one without state.
 
     Raises:
-      ValueError: a negative `prefetch` or `clip_norm`; a reducer with residuals or random keys; several processes; from
-        `init`, an optimizer that combines parameters, communicates or draws random numbers, layers that differ, more
-        memory than XLA pins for a GPU (64 GiB unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set); from `step`, a batch
+      ValueError: a negative `prefetch` or `clip_norm`; functions with other arguments; a reducer with residuals or
+        random keys; several processes; from `init`, an optimizer that combines parameters, communicates or draws random
+        numbers, layers that differ, more memory than XLA pins for a GPU; from `step`, before anything runs, a batch
         that cannot be split, a layer that changes the shape of `x`, a state that an earlier step has deleted.
 
     Examples:

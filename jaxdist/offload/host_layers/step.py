@@ -56,7 +56,7 @@ class HostStep(Passes):
         clips: bool,
         train: bool = True,
     ):
-        super().__init__(config, programs, len(parts), batch, examples, train=train, clips=clips)
+        super().__init__(config, programs, [part.params for part in parts], batch, examples, train=train, clips=clips)
         self.update, self.parts, self.clips = update, parts, clips
         # A gradient is on the host before it is sent back: as many visits ago as there are parts.
         self.ahead = min(ahead, self.last)

@@ -1,6 +1,7 @@
 """The order of a step over a stack of layers, and the computation of each visit to a part."""
 
 import enum
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +51,7 @@ class Passes:
     """The state of a step between its visits to parts: activations, and the gradient of the current one.
 
     Args:
-      parts: the number of parts.
+      parts: the parameters of each part, or their shapes.
       examples: each worker's number of examples, or `None`.
       train, clips: as for `list_visits`.
     """
@@ -59,7 +60,7 @@ class Passes:
         self,
         config: StepConfig,
         programs: Programs,
-        parts: int,
+        parts: Sequence[PyTree],
         batch: PyTree,
         examples: np.ndarray | None,
         *,
@@ -69,8 +70,9 @@ class Passes:
         self.config, self.programs, self.train = config, programs, train
         self.batch = config.place_batch(batch)
         self.examples = None if examples is None else config.place_batch(examples)
-        self.last = parts - 1
-        self.visits = list_visits(parts, train=train, clips=clips)
+        programs.check(parts, self.batch, self.examples, train=train)
+        self.last = len(parts) - 1
+        self.visits = list_visits(len(parts), train=train, clips=clips)
         # The result of each part on the host, until the backward pass takes it.
         self.results: dict[int, PyTree] = {}
         self.x: Any = None

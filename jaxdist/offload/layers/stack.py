@@ -1,7 +1,8 @@
 """A model as a stack of layers, and the compiled functions of its parts."""
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +59,7 @@ class Programs(NamedTuple):
       layer_grads: `(params, x, gradient of the result, examples) -> (gradient of params, gradient of x)`; computes the
         layer again.
       embed_grads: `(params, batch, gradient of the result, examples) -> gradient of params`.
+      step: `(params of embed, of a layer, of head, batch, examples, train=) -> loss`: all of them, to be traced alone.
     """
 
     embed: Callable[[PyTree, Any], PyTree]
@@ -66,6 +68,12 @@ class Programs(NamedTuple):
     head_grads: Callable[..., tuple[Array, PyTree, PyTree]]
     layer_grads: Callable[..., tuple[PyTree, PyTree]]
     embed_grads: Callable[..., PyTree]
+    step: Any
+
+    def check(self, parts: Sequence[PyTree], batch: PyTree, examples: Array | None, *, train: bool) -> None:
+        """Traces what a step calls, for parameters of these shapes: a mistake shows before anything runs."""
+        kinds = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts[i]) for i in (0, 1, -1)]
+        self.step.eval_shape(*kinds, batch, examples, train=train)
 
 
 class StepConfig(NamedTuple):
@@ -80,14 +88,28 @@ class StepConfig(NamedTuple):
         """Compiles each function when it is first called."""
         # Of parameters every worker has all, of batches and activations its own examples.
         whole, own = PartitionSpec(), PartitionSpec(axis_tuple(self.axis))
-        return Programs(
+        programs = Programs(
             self._compile(self._embed, (whole, own), own),
             self._compile(self._layer, (whole, own), own),
             self._compile(self._head, (whole, own, own, own), whole),
             self._compile(self._head_grads, (whole, own, own, own), (whole, whole, own)),
             self._compile(self._layer_grads, (whole, own, own, own), (whole, own)),
             self._compile(self._embed_grads, (whole, own, own, own), whole),
+            None,
         )
+
+        def step(embed, layer, head, batch, examples, *, train):
+            first = programs.embed(embed, batch)
+            last = programs.layer(layer, first)
+            if not train:
+                return programs.head(head, last, batch, examples)
+            loss, _, cotangent = programs.head_grads(head, last, batch, examples)
+            _, cotangent = programs.layer_grads(layer, first, cotangent, examples)
+            if jax.tree.leaves(embed):
+                programs.embed_grads(embed, batch, cotangent, examples)
+            return loss
+
+        return programs._replace(step=jax.jit(step, static_argnames="train"))
 
     def _compile(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
         if self.mesh is None:
@@ -124,6 +146,9 @@ class StepConfig(NamedTuple):
 
     def _embed(self, params: PyTree, batch: Any) -> PyTree:
         x = self.stack.embed(self._own(params), batch)
+        if not jax.tree.leaves(x):
+            raise ValueError(f"embed must return the input of the first layer, floating arrays, got {x}")
+        _kinds("embed", x)
         for leaf in jax.tree.leaves(x):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ValueError(
@@ -133,14 +158,17 @@ class StepConfig(NamedTuple):
 
     def _layer(self, params: PyTree, x: PyTree) -> PyTree:
         y = self.stack.layer(self._own(params), x)
-        kinds = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree) for tree in (x, y)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"a layer must return what it takes, {kinds[0]}, got {kinds[1]}")
+        taken, returned = _kinds("layer", x), _kinds("layer", y)
+        if taken != returned:
+            raise ValueError(
+                f"a layer must return what it takes, {taken}, got {returned}: the next one takes it. Change shapes and "
+                "dtypes in embed or head"
+            )
         return y
 
     def _loss(self, params: PyTree, x: PyTree, batch: Any) -> Array:
         loss = self.stack.head(params, x, batch)
-        kinds = jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf).name), loss)
+        kinds = _kinds("head", loss)
         dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(loss)]
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss) or not jnp.issubdtype(dtypes[0], jnp.floating):
             raise ValueError(
@@ -216,12 +244,44 @@ def configure(name: str, stack: LayerStack, reducer: Reducer, mesh: Mesh | None,
             f"{name} runs in one process, with all devices of its machine, got {jax.process_count()} processes: "
             "shard the model over machines with zero.gathered_scan"
         )
+    _check_stack(stack)
     _check_reducer(reducer)
     if mesh is None:
         return StepConfig(stack, reducer, None, None)
     if not set(axis_tuple(axis)) <= set(mesh.axis_names):
         raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
     return StepConfig(stack, reducer, mesh, axis)
+
+
+def _kinds(name: str, tree: PyTree) -> PyTree:
+    """The shapes and dtypes of what the function `name` of the stack takes or returns."""
+
+    def kind_of(leaf: Any) -> tuple[tuple[int, ...], str]:
+        try:
+            return jnp.shape(leaf), jnp.result_type(leaf).name
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} must return arrays, got {leaf!r}") from None
+
+    return jax.tree.map(kind_of, tree)
+
+
+def _check_stack(stack: LayerStack) -> None:
+    """Checks that the functions of a stack take the arguments that they are given."""
+    for name, arguments in zip(stack._fields, ("params, batch", "params, x", "params, x, batch"), strict=True):
+        function = getattr(stack, name)
+        if not callable(function):
+            raise ValueError(f"LayerStack({name}=) must be a function {name}({arguments}), got {function!r}")
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # a function that is written in C
+            continue
+        try:
+            signature.bind(*arguments.split(", "))
+        except TypeError as error:
+            raise ValueError(
+                f"{name} of the stack is called as {name}({arguments}), and its arguments are {signature}: {error}; "
+                "bind constants with functools.partial, and put what a layer needs of the batch into x"
+            ) from None
 
 
 def _check_reducer(reducer: Reducer) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ...state.marks import LeafOrder
 from .arrays import Sink, allocate_aligned
 from .entrywise import EntryProgram
 
@@ -49,7 +50,8 @@ class Chunk(NamedTuple):
 class Layout(NamedTuple):
     """Streams (leaves with arrays of the same dtypes) and their chunks.
 
-    `dtypes[stream]`: the dtypes of the arrays on disk that belong to each leaf.
+    `dtypes[stream]`: the dtypes of the arrays on disk that belong to each leaf. `order` has the names and shapes of the
+    parameters, and then of the optimizer's state, which the signature does not have.
     """
 
     dtypes: tuple[tuple[np.dtype, ...], ...]
@@ -57,6 +59,7 @@ class Layout(NamedTuple):
     chunks: tuple[Chunk, ...]
     nbytes: int
     signature: str
+    order: LeafOrder = ()
 
 
 class Piece(NamedTuple):

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ...state.marks import show_orders
 from . import files
 from .chunks import Layout
 from .files import StoreError, StreamedStats
@@ -106,6 +107,7 @@ class Disk:
             return False
         self.slot = int(np.flatnonzero(steps == step)[0])
         manifest = self.manifests[self.slot]
+        self._check_order(manifest.get("order"))
         if manifest["layout"] != layout.signature:
             raise self._mismatch()
         if len(manifest["checksums"]) != len(layout.chunks):
@@ -123,10 +125,18 @@ class Disk:
         if stored != expected:
             raise self._mismatch()
 
-    def _mismatch(self) -> ValueError:
+    def _check_order(self, found: Any) -> None:
+        """Checks that arrays on disk are those of the same leaves: others may have the same sizes and dtypes."""
+        # Manifests of earlier versions do not say it.
+        order = self.layout.order if found is None else tuple((name, tuple(shape)) for name, shape in found)
+        if order != self.layout.order:
+            stored, wanted = show_orders(order, self.layout.order)
+            raise self._mismatch(f" (its arrays are those of {stored}, one after another, and here of {wanted})")
+
+    def _mismatch(self, difference: str = "") -> ValueError:
         return ValueError(
-            f"{self.folder} holds the state of another model, optimizer, master_dtype, clip_norm or number of workers: "
-            "use another folder, or delete this one"
+            f"{self.folder} holds the state of another model, optimizer, master_dtype, clip_norm or number of workers"
+            f"{difference}: use another folder, or delete this one"
         )
 
     def flush(self) -> None:
@@ -260,6 +270,7 @@ class Disk:
                 "step": new.step,
                 "hashes": gave,
                 "layout": self.layout.signature,
+                "order": self.layout.order,
                 "chunk_bytes": self.size,
                 "checksums": new.checksums,
                 "numbers": files.encode(new.numbers),

@@ -304,6 +304,9 @@ def _check_fields(manifest: dict[str, Any]) -> None:
         raise ValueError("steps, sizes, checksums and hashes are numbers from 0 on")
     if any(type(x) is not list for x in lists) or not isinstance(manifest["layout"], str):
         raise ValueError("a list or the layout is missing")
+    for name, shape in manifest.get("order") or ():
+        if not isinstance(name, str) or any(type(x) is not int for x in shape):
+            raise ValueError("the order of the leaves is names and shapes")
     decode(manifest["numbers"])
 
 

@@ -12,8 +12,9 @@ import optax
 from ..._core.dtypes import explain_dtype
 from ..._core.trees import is_overwritten, leaf_name
 from ..._core.types import PyTree, State
-from ...state.marks import NO_PARAMETER, is_mark, name_leaf, parameter_indices
+from ...state.marks import NO_PARAMETER, LeafOrder, is_mark, name_leaf, parameter_indices
 from ...transforms.overwritten import explain_overwritten
+from ...wire.buffers import leaf_order
 from . import arrays
 from .arrays import Shard, check_dtype, shards_of, strip_marks
 from .chunks import SPAN, Layout, Piece, lay_out, pieces, planes
@@ -64,7 +65,11 @@ class Model(NamedTuple):
         """The layout of all arrays on disk."""
         sizes = [[int(np.prod(shard.shape)) for shard in each] for each in self.shards]
         where = str([[str(shard.index) for shard in each] for each in self.shards])
-        return lay_out(self.names, sizes, self.dtypes(), chunk_bytes, where)
+        return lay_out(self.names, sizes, self.dtypes(), chunk_bytes, where)._replace(order=self.order())
+
+    def order(self) -> LeafOrder:
+        """The names and shapes of the parameters and of the optimizer's state, in which arrays follow one another."""
+        return (*zip(self.names, self.shapes, strict=True), *leaf_order(self.state))
 
 
 def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, master_dtype: Any) -> Model:

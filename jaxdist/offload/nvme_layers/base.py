@@ -80,13 +80,12 @@ def nvme_layers(
 
     *On the wire*, with a `mesh`: an all-reduce of each part's gradient.
 
-    The optimizer sees each part alone: masks and labels are given as functions.
-
     Args:
-      inner: an entrywise optimizer (Adam, SGD, Lion, with schedules, masks, weight decay).
+      stack: the model.
+      inner: an entrywise optimizer (Adam, SGD, Lion, with schedules, weight decay); it sees one part at a time, so
+        masks and labels are functions.
       store: the folder; `host_bytes` bounds the buffers.
-      prefetch: the parts that are read ahead while one is computed: 0 for none, 2 overlaps reads, computation and
-        writes.
+      prefetch: the parts that are read ahead while one is computed; 2 overlaps reads, computation and writes.
       clip_norm: clips gradients by their norm over all parts.
       mesh: its devices are the workers; `None`: one device.
       axis: the axes of the mesh over which the batch is split.
@@ -97,9 +96,10 @@ def nvme_layers(
 
     Raises:
       TypeError: `store` is not a `Store`.
-      ValueError: a negative `prefetch` or `clip_norm`; a reducer with residuals or random keys; several processes;
-        from `init`, an optimizer that is not entrywise, layers that differ, too few `host_bytes`, a folder of another
-        model or in use; from `step`, a batch that cannot be split, a layer that changes the shape of `x`.
+      ValueError: a negative `prefetch` or `clip_norm`; functions with other arguments; a reducer with residuals or
+        random keys; several processes; from `init`, an optimizer that is not entrywise, layers that differ, too few
+        `host_bytes`, a folder of another model or in use; from `step`, a batch that cannot be split, a layer that
+        changes the shape of `x`.
       StoreFullError, StoreDamagedError, StoreError: as `nvme`.
 
     Examples:

@@ -140,7 +140,10 @@ def lay_out_parts(
         parts.append(StackPart(kind, models[kind], layout, start, at - start, params, state, spilled))
         start = at
     text = repr(([layout.signature for layout in layouts], count, grads))
-    return Layout((), (), tuple(records), start, hashlib.sha256(text.encode()).hexdigest()), parts
+    signature = hashlib.sha256(text.encode()).hexdigest()
+    kinds = zip(("embed", "layer", "head"), models, strict=True)
+    order = tuple((f"{kind}.{name}", shape) for kind, model in kinds for name, shape in model.order())
+    return Layout((), (), tuple(records), start, signature, order), parts
 
 
 def reshape_vectors(model: Model, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -34,7 +34,8 @@ class DiskStep(Passes):
         *,
         train: bool = True,
     ):
-        super().__init__(config, programs, len(parts), batch, examples, train=train, clips=clip_norm is not None)
+        shapes = [part.model.tree.unflatten(part.model.leaves) for part in parts]
+        super().__init__(config, programs, shapes, batch, examples, train=train, clips=clip_norm is not None)
         self.parts, self.updates, self.numbers, self.clip_norm = parts, updates, numbers, clip_norm
         # Parameters that the reading thread has copied to the device, by visit.
         self.placed: dict[int, PyTree] = {}

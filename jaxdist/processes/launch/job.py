@@ -55,39 +55,36 @@ def launch(
 ) -> None:
     """Runs a command in several processes on this machine and waits for them. Call it from the main thread.
 
-    On several machines, call it on each with the same arguments, but for the number of the `node`. The launchers meet
-    at `address`, and start, stop and restart together; processes are numbered from node 0 on.
+    On several machines, call it on each with the same arguments, but for `node`; the launchers start, stop and restart
+    together.
 
-    Each process gets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, which `jaxdist.initialize`
-    reads, and `JAXDIST_ATTEMPT`: 0, plus one for each restart. Its output is shown after its number, and kept in
-    `logs/NUMBER.log`. If the output of the launcher is not read for a second, as behind a pager, lines are dropped from
-    it and counted; the logs are complete. Logs of an earlier launch are moved to `logs/earlier-1` and so on.
+    Each process gets its share of the GPUs, the variables that `jaxdist.initialize` reads, and `JAXDIST_ATTEMPT`, the
+    number of restarts so far. Its output is shown after its number, and is complete in `logs/NUMBER.log`; logs of
+    earlier launches are in `logs/earlier-1` and so on.
 
-    When one process fails, the others receive SIGTERM, and SIGKILL a second later. SIGINT, SIGTERM and SIGHUP are
-    passed on, the second one as SIGKILL; SIGUSR1, the warning that Slurm gives on request, is passed on as SIGTERM. The
-    end of the launcher, even by SIGKILL, ends all processes and their children, except those in another session.
+    If a process fails, the others receive SIGTERM, and SIGKILL a second later. SIGINT, SIGTERM and SIGHUP are passed
+    on, the second one as SIGKILL, and SIGUSR1 as SIGTERM. The end of the launcher, even by SIGKILL, ends all processes
+    and their children in the same session.
 
     Args:
-      restarts: how often to restart the whole job after a failure, after a pause of half a second, doubled each time up
-        to 30 s. The script continues from its last checkpoint. Of several nodes that of node 0 counts.
-      port: where process 0 listens for the others; a free one by default.
-      logs: the folder for the logs; those of later attempts go to `logs/attempt-1` and so on. Of several nodes each has
-        its own folder in it, `logs/node-0` and so on.
-      grace_seconds: how long processes may continue after a signal was passed on, to save.
-      environment: their environment. On CPUs, variables are added that let glibc keep memory between steps, unless it
-        configures an allocator already.
-      nodes: the number of machines, with `processes` on each.
+      command: the program and its arguments.
+      processes: on each machine, numbered from node 0 on.
+      restarts: how often to restart all processes after a failure; node 0 decides.
+      port: where process 0 listens; a free one by default.
+      logs: a folder, in it `node-0` and so on for several nodes, `attempt-1` and so on for restarts.
+      grace_seconds: for processes to save after a signal.
+      environment: theirs; on CPUs with settings of glibc's allocator, unless it has some.
+      nodes: the number of machines.
       node: the number of this one, from 0.
-      address: `HOST:PORT` of node 0, the same on all nodes, where its launcher listens. The interfaces that lead there
-        are those that gloo uses; `JAXDIST_HOST`, an address of this machine, overrides this.
-      timeout_seconds: how long to wait for the other nodes.
+      address: `HOST:PORT` of node 0's launcher; its network is used.
+      timeout_seconds: to wait for the other nodes.
 
     Raises:
       ProcessFailedError: a process failed, and no restarts were left.
-      NodeLostError: the launcher of another node, or its machine, ended; from then on likewise.
-      AgreementError: a node did not come in time, or differs in `nodes` or `processes`; or the port of `address` is
-        taken, or another program's.
-      ValueError: the port is taken, the GPUs do not divide among the processes, or `node` and `address` do not fit.
+      NodeLostError: another node's launcher or machine ended; from then on likewise.
+      AgreementError: a node did not come in time, or differs in `nodes` or `processes`; another program has the port of
+        `address`.
+      ValueError: the port is taken, the GPUs do not divide among the processes, `node` and `address` do not fit.
 
     Examples:
       >>> import sys, tempfile
