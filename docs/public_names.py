@@ -134,10 +134,26 @@ def with_contents(markdown: str) -> str:
     return re.sub(r"^(?=## |::: )", lambda _: f"{table}\n\n", markdown, count=1, flags=re.MULTILINE)
 
 
+def with_sentences(markdown: str) -> str:
+    """Gives each name in the tables of `| kind | names |` a row of its own, with the first sentence about it."""
+    return re.sub(r"^\| kind \| names \|\n.*\n((?:\|.*\n)+)", _one_row_each, markdown, flags=re.MULTILINE)
+
+
+def _one_row_each(table: re.Match) -> str:
+    rows = ["| kind | name | |", "|---|---|---|"]
+    for line in table[1].splitlines():
+        kind, names = (cell.strip() for cell in line[1:-1].split(" | "))
+        for name in names.split(", "):
+            link = re.fullmatch(r"\[`\S+`\]\[(jaxdist\S+)\]", name)
+            rows.append(f"| {kind} | {name} | {summarize(resolve(link[1])) if link else ''} |")
+            kind = ""  # in its first row
+    return "\n".join(rows) + "\n"
+
+
 def on_page_markdown(markdown: str, **options) -> str:
     """Fills in the tables of a page; mkdocs calls this for every page."""
     del options
-    return markdown.replace(MARKER, tables()) if MARKER in markdown else with_contents(markdown)
+    return with_sentences(markdown.replace(MARKER, tables()) if MARKER in markdown else with_contents(markdown))
 
 
 def on_files(files: Any, *, config: Any) -> Any:

@@ -55,7 +55,7 @@ MODULES = {
     "my_reducers": "docs/how-to/add-a-reducer.md",
     "my_compressors": "docs/how-to/write-your-own-compressor.md",
     "my_idea": "docs/how-to/from-an-idea-to-a-figure.md",
-    "my_model": "docs/reference/cli.md",
+    "my_model": "docs/reference/cli_runs.md",
 }
 
 

@@ -1,8 +1,10 @@
 """Draws the figures of the documentation: `python docs/images/draw.py [NAME ...]`; all of them take about two minutes.
 
-Every curve is computed by the library on one CPU device, from fixed seeds. Needs matplotlib (`pip install '.[cli]'`).
+Curves are computed by the library on one CPU device, from fixed seeds; what was measured is read from its report. Needs
+matplotlib (`pip install '.[cli]'`).
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import jaxdist as jd
 from jaxdist.asynchronous import durations, links, replay, rules
 
 FOLDER = Path(__file__).parent
+RACE = FOLDER.parents[1] / "benchmarks" / "reports" / "2026-11-race"
 BLUE, ORANGE, GREEN, RED, GRAY, PURPLE = "#3366aa", "#ee8833", "#44aa77", "#cc4455", "#888888", "#885599"
 STYLE = {
     "font.size": 9,
@@ -477,35 +480,16 @@ def architecture():
     save(figure, "architecture")
 
 
-def sent(reducer, workers, size):
-    """The bytes that one worker sends for a `[size, size]` gradient in float32; the step is traced, not run."""
-    ledger = []
-
-    def step(state, batch):
-        comm = jd.comm.count_sent(jd.comm.over("data"), ledger)
-        _, reducer_state = reducer.reduce(batch[0], state["reducer"], comm)
-        return {"reducer": reducer_state}, {}
-
-    def make_state():
-        return jd.init_state(lambda: {"reducer": reducer.init(jnp.zeros((size, size)))}, workers)
-
-    rows = jax.ShapeDtypeStruct((workers, size, size), jnp.float32)
-    jax.eval_shape(jd.simulate(step, workers), jax.eval_shape(make_state), rows)
-    return jd.comm.total_bytes(ledger)
+def race(problem, link):
+    """The methods of a race and their seconds to the loss, the first first, from the tables of its report."""
+    table = (RACE / "race.md").read_text().split(f"### {problem}, {link}\n")[1].split("###")[0]
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line)
+    return [(row[0], float(row[head.index("seconds")])) for row in rows]
 
 
 def home():
-    """The step and the wire, narrow enough for a phone; once for light and once for dark pages."""
-    c, workers, size = jd.compressors, 8, 1024
-    methods = [
-        ("exact()", jd.exact()),
-        ("two_shot(int8())", jd.two_shot(c.int8())),
-        ("two_shot(qsgd(4))", jd.two_shot(jd.qsgd(4))),
-        ("compressed(top_k(0.01))", jd.compressed(jd.top_k(0.01))),
-        ("two_shot(scaled_sign())", jd.two_shot(c.scaled_sign())),
-        ("power_sgd(rank=4)", jd.power_sgd(rank=4)),
-    ]
-    kilobytes = [sent(reducer, workers, size) / 1e3 for _, reducer in methods]
+    """The step and the race, narrow enough for a phone; once for light and once for dark pages."""
+    times = race("Language model of 4.9 M parameters, two hosts", "100 Mbit/s")
     light = {
         "ink": "#24292f",
         "edge": "#8a94a3",
@@ -524,16 +508,23 @@ def home():
     }
     for name, colors in (("home", light), ("home_dark", dark)):
         with mpl.rc_context({"text.color": colors["ink"], "xtick.color": colors["ink"], "ytick.color": colors["ink"]}):
-            figure = draw_home(colors, methods, kilobytes, f"{workers} workers, a gradient of {size} × {size}")
+            figure = draw_home(colors, [each for each in times if each[0] in SHOWN])
             figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None}, transparent=True)
             plt.close(figure)
 
 
-def draw_home(colors, methods, kilobytes, what):
-    """Draws the chain of a step above the bytes that one worker sends with different reducers."""
-    figure = plt.figure(figsize=(5.2, 5.8))
-    # Only the bars leave room on their left, for the names of the reducers.
-    top, bottom = figure.add_axes([0.01, 0.5, 0.98, 0.5]), figure.add_axes([0.36, 0.01, 0.63, 0.385])
+# Of the methods of the race, those of the home page: ours, and what PyTorch and DeepSpeed have.
+SHOWN = (
+    *("jaxdist PowerSGD, rank 4", "PyTorch PowerSGD hook, rank 4", "jaxdist Local SGD, H=8"),
+    *("jaxdist two-shot, 4 bits", "PyTorch DDP, f16 hook", "PyTorch DDP", "jaxdist exact", "DeepSpeed ZeRO, stage 2"),
+)
+
+
+def draw_home(colors, times):
+    """Draws the chain of a step above the time to a loss of several methods."""
+    figure = plt.figure(figsize=(5.2, 6.2))
+    # Only the bars leave room on their left, for the names of the methods.
+    top, bottom = figure.add_axes([0.01, 0.53, 0.98, 0.47]), figure.add_axes([0.46, 0.01, 0.53, 0.39])
     top.axis("off")
     top.set(xlim=(0, 10), ylim=(0.3, 9.6))
     top.text(0, 9.0, "The step of one worker", fontsize=11, fontweight="bold")
@@ -561,15 +552,16 @@ def draw_home(colors, methods, kilobytes, what):
         )
     top.text(6.4, 2.5, "the wire: only\npayloads cross it", ha="left", va="center", fontsize=8.5, color=colors["best"])
     bottom.set_facecolor("none")
-    best = min(kilobytes)
-    for row, sent_kilobytes in enumerate(kilobytes):
-        bottom.barh(row, sent_kilobytes, height=0.66, color=colors["best" if sent_kilobytes == best else "bar"])
-        label = f"{sent_kilobytes:,.0f} kB" + (f", {kilobytes[0] / sent_kilobytes:.0f}× less" if row else "")
-        bottom.text(sent_kilobytes * 1.08, row, label, va="center", fontsize=8.5)
-    bottom.set(xscale="log", xlim=(best / 4, kilobytes[0] * 12), yticks=range(len(methods)))
-    bottom.set_yticklabels([name for name, _ in methods], family="monospace", fontsize=8.5)
-    figure.text(0.01, 0.455, "The bytes it sends", fontsize=11, fontweight="bold")
-    figure.text(0.01, 0.415, f"{what}; log scale", fontsize=8.5)
+    for row, (method, seconds) in enumerate(times):
+        ours = method.startswith("jaxdist")
+        bottom.barh(row, seconds, height=0.66, color=colors["best" if row == 0 else "bar" if ours else "edge"])
+        weight = "bold" if row == 0 else "normal"
+        bottom.text(seconds + 4, row, f"{seconds:.0f} s", va="center", fontsize=8.5, fontweight=weight)
+    bottom.set(xlim=(0, 1.18 * max(seconds for _, seconds in times)), yticks=range(len(times)))
+    bottom.set_yticklabels([method for method, _ in times], fontsize=8.5)
+    figure.text(0.01, 0.475, "Time to a loss, over 100 Mbit/s", fontsize=11, fontweight="bold")
+    what = "a language model of 4.9 million parameters, two hosts, to a loss of 2.6"
+    figure.text(0.01, 0.435, what, fontsize=8.5)
     bottom.tick_params(length=0)
     bottom.xaxis.set_visible(False)
     bottom.spines[:].set_visible(False)
@@ -578,9 +570,70 @@ def draw_home(colors, methods, kilobytes, what):
     return figure
 
 
+def reducers_measured():
+    """Bytes and losses of the reducers on the page of measurements, as its report has them, the fewest bytes last."""
+    page = (FOLDER.parent / "explanation" / "measurements.md").read_text()
+    quoted = set(re.findall(r"^\| \d+ \| .*$", page, re.M))
+    report = (RACE.parent / "2026-11-compression" / "suite.md").read_text()
+    rows = [[cell.strip(" *`") for cell in line.split("|")[1:-1]] for line in report.splitlines() if line in quoted]
+    rows.sort(key=lambda row: float(row[2].split()[0]))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 5.2), sharey=True, width_ratios=(1, 1.5))
+    (exact,) = (float(row[4].split()[0]) for row in rows if row[1] == "exact")
+    for place, (_, name, sent, fewer, loss, *_) in enumerate(rows):
+        color = next(color for start, color in FAMILIES.items() if re.match(start, name))
+        kilobytes = float(sent.split()[0])
+        left.barh(place, kilobytes, color=color, height=0.65)
+        left.text(kilobytes * 1.08, place, f"{fewer.removesuffix('x')}×", va="center", fontsize=8)
+        mean, spread = (float(number) for number in loss.split(" ±"))
+        right.plot([mean - spread, mean + spread], [place, place], color=color, lw=3, alpha=0.35, solid_capstyle="butt")
+        right.plot(mean, place, "o", color=color, ms=6)
+    left.set(xscale="log", xlim=(5, 1500), yticks=range(len(rows)), title="kB that one worker sends in a step")
+    left.set_yticklabels([row[1] for row in rows], family="monospace", fontsize=8.5)
+    left.set_xticks([10, 100, 1000], ["10", "100", "1000"])
+    right.axvline(exact, color=GRAY, lw=1, ls=":")
+    right.set(xlim=(0.04, 0.29), title="held-out loss of three seeds; dotted: the mean of exact")
+    for axes in (left, right):
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", visible=False)
+    save(figure, "reducers_measured")
+
+
+def new_compressor():
+    """The figure of a notebook, by the cells of its page."""
+    page = (FOLDER.parent / "notebooks" / "new-compressor.md").read_text()
+    # With the settings of a reader.
+    with mpl.rc_context(mpl.rcParamsDefault | {"svg.hashsalt": STYLE["svg.hashsalt"]}):
+        cells = {"__name__": "__main__"}
+        for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+            exec(code, cells)
+        save(cells["figure"], "new_compressor")
+
+
+# Colors of families, by how the names of their methods begin.
+FAMILIES = {
+    "exact|f16|int8": GRAY,
+    "qsgd|alq": BLUE,
+    "two_shot|intsgd": PURPLE,
+    "ef:sign|ef:drive": GREEN,
+    "ef:top_k|gspar": ORANGE,
+    "ef:power_sgd|demo": RED,
+}
+
 FIGURES = {
     f.__name__: f
-    for f in (home, architecture, compression, low_rank, local_updates, decentralized, zero, hiding, asynchronous)
+    for f in (
+        home,
+        reducers_measured,
+        new_compressor,
+        architecture,
+        compression,
+        low_rank,
+        local_updates,
+        decentralized,
+        zero,
+        hiding,
+        asynchronous,
+    )
 }
 
 if __name__ == "__main__":

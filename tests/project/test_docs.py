@@ -15,7 +15,18 @@ import jax
 import optax
 import pytest
 from paths import REPOSITORY
-from public_names import contents_for_models, documented, public_names, resolve, stability, tables, with_contents
+from public_names import (
+    contents_for_models,
+    documented,
+    public_names,
+    resolve,
+    stability,
+    summarize,
+    tables,
+    with_contents,
+    with_sentences,
+)
+from repository_links import LINK, with_links
 from transcripts import assert_alike
 
 import jaxdist
@@ -31,10 +42,12 @@ FENCED = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTA
 COLUMNS = 84
 # Pages that a newcomer follows line by line: what they show is what the blocks print, on this machine too.
 TRANSCRIPTS = (
-    *("docs/index.md", "docs/tutorial.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md"),
+    *("docs/index.md", "docs/all-of-jaxdist.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md"),
     *("docs/how-to/train-a-language-model.md", "docs/how-to/tensor-parallelism.md"),
     *("docs/how-to/keep-your-shardings.md", "docs/how-to/train-on-spot-machines.md"),
     "docs/how-to/islands-over-a-bucket.md",
+    *(f"docs/notebooks/{name}.md" for name in ("first-steps", "choose-a-reducer", "new-compressor")),
+    "docs/notebooks/diloco-and-islands.md",
 )
 SHOWN = re.compile(r"^( *)```\n\n\1```text\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -51,9 +64,14 @@ def blocks(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start(2)), dedent(match[2])) for match in found]
 
 
-# The block of the README has a test of its own.
+# The block of the README has a test of its own. These pages compile many programs.
+NAMES = ("all-of-jaxdist", "first-steps", "new-compressor", "diloco-and-islands")
+LONG = {f"{name}.md": pytest.mark.slow for name in NAMES}
+RUN = [pytest.param(page, marks=LONG.get(page.name, ())) for page in PAGES if blocks(page) and page.name != "README.md"]
+
+
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page.name != "README.md"], ids=page_id)
+@pytest.mark.parametrize("page", RUN, ids=page_id)
 def test_page_runs(page, capsys):
     namespace = {"__name__": "__main__"}
     # With the settings of a reader, not with the stricter ones of our tests.
@@ -247,6 +265,45 @@ def test_a_long_page_of_the_reference_starts_with_a_table_of_its_entries():
     assert rest == page.removeprefix("# Sums\n\nAll of them.\n\n")
     short = page.split("\n\n::: jaxdist.two_shot")[0]
     assert with_contents(short) == short
+
+
+def test_each_method_that_works_has_a_sentence():
+    page = (
+        "| kind | names |\n|---|---|\n| means | [`exact`][jaxdist.exact], [`two_shot`][jaxdist.two_shot], `jaxdist` |\n"
+    )
+    rows = with_sentences(f"Text.\n\n{page}\nText.\n").splitlines()[4:-2]
+    assert [row.split(" | ")[:2] for row in rows] == [
+        ["| means", "[`exact`][jaxdist.exact]"],
+        ["| ", "[`two_shot`][jaxdist.two_shot]"],
+        ["| ", "`jaxdist`"],
+    ]
+    assert rows[0].endswith(f"| {summarize(jaxdist.exact)} |")
+    works = (ROOT / "docs/what-works.md").read_text()
+    silent = re.findall(r"^\|.*\| (\S+\]\[jaxdist\S+) \|  \|$", with_sentences(works), re.MULTILINE)
+    assert not silent, f"begin the docstring with a sentence: {', '.join(silent)}"
+
+
+@pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="a source distribution has no reports")
+def test_links_of_pages_into_the_repository_lead_to_files():
+    found = [
+        (page, match["target"])
+        for page in ROOT.glob("docs/**/*.md")
+        for match in LINK.finditer(page.read_text())
+        if not (page.parent / match["target"]).exists()
+    ]
+    assert not found
+
+
+def test_links_into_the_repository_lead_to_its_host_on_the_site():
+    text = "[why](../faq.md), [report](../../benchmarks/reports/x.md), [`all`](../../benchmarks)"
+    host = "https://example.org/team/jaxdist"
+    assert with_links(text, "how-to/page.md", host) == (
+        f"[why](../faq.md), [report]({host}/blob/main/benchmarks/reports/x.md), [`all`]({host}/tree/main/benchmarks)"
+    )
+    assert with_links(text, "how-to/page.md", "") == "[why](../faq.md), report, `all`"
+    button = "[Source](../README.md){ .md-button }"
+    assert with_links(button, "index.md", host) == f"[Source]({host}/blob/main/README.md){{ .md-button }}"
+    assert with_links(button, "index.md", "") == ""
 
 
 def test_every_reference_entry_has_a_docstring():

@@ -77,6 +77,18 @@ def test_times_to_a_loss_of_the_readme_are_those_of_the_report():
         assert is_rounded(quoted[1], str(times["PyTorch DDP"]))
 
 
+def test_times_of_the_home_page_are_those_of_the_report():
+    page = " ".join((REPOSITORY / "docs" / "index.md").read_text().split())
+    slow, fast = (find_race(LANGUAGE_MODEL, link) for link in ("100 Mbit/s", "1 Gbit/s"))
+    (quoted,) = re.findall(r"jaxdist PowerSGD (\d+) s, PyTorch DDP (\d+) s", page)
+    assert next(iter(slow)) == "jaxdist PowerSGD, rank 4"
+    for seconds, method in zip(quoted, ("jaxdist PowerSGD, rank 4", "PyTorch DDP"), strict=True):
+        assert is_rounded(seconds, slow[method]["seconds"])
+    (quoted,) = re.findall(r"the same model takes (\d+) s, and (\d+) s with PyTorch DDP", page)
+    for seconds, method in zip(quoted, (next(iter(fast)), "PyTorch DDP"), strict=True):
+        assert is_rounded(seconds, fast[method]["seconds"])
+
+
 def test_comparisons_of_times_in_the_readme_are_those_of_the_report():
     readme = " ".join((REPOSITORY / "README.md").read_text().split())
     power_sgd, hook, ddp = "jaxdist PowerSGD, rank 4", "PyTorch PowerSGD hook, rank 4", "PyTorch DDP"

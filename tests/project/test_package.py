@@ -29,7 +29,7 @@ def test_links_of_the_readme_are_absolute_in_the_package(monkeypatch):
     for wanted in (
         f"{HOST}/actions/workflows/tests.yml/badge.svg",
         f"{HOST}/raw/abc123/docs/images/compare.png",
-        f"{HOST}/blob/abc123/docs/tutorial.md",
+        f"{HOST}/blob/abc123/docs/all-of-jaxdist.md",
     ):
         assert wanted in targets
     assert core.urls["Repository"] == HOST

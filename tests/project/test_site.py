@@ -1,5 +1,6 @@
 """The built site: what its search finds, and what a reader sees in a browser."""
 
+import html
 import io
 import json
 import os
@@ -25,9 +26,20 @@ SEARCHES = {
     "dataloader": "how-to/load-data/",
     "federated": "how-to/federated-and-edge/",
     "orbax": "reference/checkpoint/",
+    "fsdp": "explanation/glossary/",
+    "hsdp": "explanation/glossary/",
+    "ema": "how-to/evaluate-while-training/",
+    "progress bar": "explanation/glossary/",
+    "hugging face": "explanation/glossary/",
+    "colab": "explanation/glossary/",
+    "torchrun": "explanation/glossary/",
+    "accelerate": "explanation/glossary/",
 }
 # Pages with figures, tabs, tables and long code.
-LOOKED_AT = ("", "tutorial/", "how-to/how-to-choose-a-reducer/", "how-to/use-flax/", "reference/")
+LOOKED_AT = (
+    *("", "all-of-jaxdist/", "how-to/how-to-choose-a-reducer/", "how-to/use-flax/", "reference/", "what-works/"),
+    *("papers/", "explanation/glossary/", "explanation/measurements/", "reference/errors/"),
+)
 SCROLLING_CODE = """[...document.querySelectorAll('article pre > code')]
     .filter(code => code.offsetParent && code.scrollWidth > code.clientWidth).map(code => code.innerText)"""
 
@@ -72,6 +84,20 @@ def test_what_a_function_returns_is_one_item(site):
     ]
     assert len(lists) > 30
     assert [name for name, found in lists if found.count("doc-section-item") != 1] == []
+
+
+def count_words(page: Path) -> int:
+    """The words of an article as a reader sees them, those of code too."""
+    article = re.search(r"<article.*?</article>", page.read_text(), re.DOTALL)[0]
+    shown = re.sub(r"<(script|style|svg).*?</\1>", "", article, flags=re.DOTALL)
+    return len(re.findall(r"\w[\w'.-]*", html.unescape(re.sub(r"<[^>]+>", " ", shown))))
+
+
+def test_pages_of_the_reference_can_be_read_in_one_go(site):
+    """But for the index, whose tables are folded."""
+    found = {page.parent.name: count_words(page) for page in site.glob("reference/*/index.html")}
+    assert len(found) > 40
+    assert {name: words for name, words in found.items() if words > 4000} == {}, "divide the page by method"
 
 
 @in_browser
