@@ -167,9 +167,28 @@ def vector_orders(tree: PyTree[Like]) -> list[LeafOrder]:
     return [tuple(order[i] for i in members) for members in group_alike(jax.tree.leaves(tree), _dtype)]
 
 
+class _AnyOrder(tuple):
+    """The order of no leaves, which equals every other one.
+
+    `optax.tree.map_params` compares a state with that of a placeholder for the parameters, which has no leaves.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
 def leaf_order(tree: PyTree[Like]) -> LeafOrder:
     """The names and shapes of all leaves, those of a marked one without its mark."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_mark)
+    if not leaves:
+        return _AnyOrder()
     return tuple((jax.tree_util.keystr(path, simple=True, separator="."), _shape_of(leaf)) for path, leaf in leaves)
 
 

@@ -50,7 +50,7 @@ def test_an_island_trains_meets_and_resumes(tmp_path, capsys):
         (["--islands", "x", "--sync", "muloco:H=2,learning_rate=0.1"], "islands take diloco, slowmo, local_sgd"),
         (
             ["--islands", "x", "--sync", "streaming_diloco:H=4,fragments=2", "--name", "a"],
-            "islands need local_steps with fragments",
+            "islands need local_steps with delay=0 (overlap=True of join hides the exchange)",
         ),
         (["--islands", "x", "--sync", "diloco:H=4", "--name", "a/b"], "name of an island"),
         (["--islands", "x", "--sync", "diloco:H=2", "--save-every", "-2"], "--save-every must be at least 1, got -2"),

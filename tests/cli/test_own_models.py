@@ -15,7 +15,7 @@ from jaxdist._cli import planning
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import one_worker
 
-PAGE = (REPOSITORY / "docs" / "reference" / "cli.md").read_text()
+PAGE = (REPOSITORY / "docs" / "reference" / "cli_runs.md").read_text()
 SECTION = PAGE[PAGE.index("## A model of your own") : PAGE.index("## Machines that are not attached")]
 MODULE = """
 import jax, jax.numpy as jnp, numpy as np
