@@ -1,6 +1,7 @@
 """Islands that take the outer step along their own share while a drift is under way."""
 
 import contextlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def test_nothing_is_lost_of_a_drift_of_which_the_model_has_a_share(lasts):
         states = {"slow": slow.enter(begin(tx)), "fast": fast.enter(begin(tx))}
         slow._replay.lasts = lasts
         moved, late = jax.tree.map(np.zeros_like, total(states["slow"].params)), 0
-        for meeting in range(6):
+        for meeting in itertools.count():
             for _ in range(H):
                 before = total(states["slow"].params)
                 states["slow"] = step(states["slow"], GOALS[0])
@@ -105,12 +106,14 @@ def test_nothing_is_lost_of_a_drift_of_which_the_model_has_a_share(lasts):
             states["slow"], report = slow.meet(states["slow"])
             late += report.late
             wait_until_sent(slow)
-        assert late > 1
-        left, flight = left_of(states["slow"]), slow._outbox.flight
-        assert flight is not None
-        hidden = jax.tree.map(np.subtract, total(flight.drift), total(flight.ahead))
-        assert max(np.abs(x).max() for x in jax.tree.leaves(hidden)) > 0.1
-        body = flight.body
+            flight = slow._outbox.flight
+            hidden = jax.tree.map(np.zeros_like, moved)
+            if flight is not None:
+                hidden = jax.tree.map(np.subtract, total(flight.drift), total(flight.ahead))
+            # On a busy machine a share is not under way after every meeting.
+            if meeting >= 5 and late > 1 and max(np.abs(x).max() for x in jax.tree.leaves(hidden)) > 0.1:
+                break
+        left, body = left_of(states["slow"]), flight.body
     taken = jax.tree.map(np.zeros_like, moved)
     for commit in commits.values():
         for member in commit.members:
