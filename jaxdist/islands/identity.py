@@ -23,7 +23,7 @@ from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
 from .._stores.base import SharedStore, hash_of
 from ..local_sgd.state import LocalStepsState
-from ..state.marks import bind, show_orders
+from ..state.marks import bind, read_order, show_orders
 from ..state.placement import place_leaf
 from ..wire.buffers import leaf_order
 from . import protocol
@@ -428,8 +428,8 @@ def _find_shapes(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
         if key in ("reducer", "payload", "code") and theirs.get("call") != own["call"]:
             return _name_both("reducer", theirs.get("call"), own["call"])
         if key == "order":
-            found, wanted = (tuple((name, tuple(shape)) for name, shape in x["order"]) for x in (theirs, own))
-            return _name_both("the leaves are in another order", *show_orders(found, wanted))
+            orders = show_orders(read_order(theirs["order"]), read_order(own["order"]))
+            return _name_both("the leaves are in another order", *orders)
         if isinstance(its, dict) and isinstance(ours, dict):
             name = next(name for name in sorted({*its, *ours}) if its.get(name) != ours.get(name))
             key, its, ours = f"{key} {name!r}", its.get(name), ours.get(name)

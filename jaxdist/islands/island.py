@@ -582,14 +582,16 @@ class Island:
     def _take_back(self, model: list[FragmentModel]) -> None:
         """Puts whole drifts that are under way into the model again, of which it has this island's shares."""
         for part, outbox in zip(model, self._outboxes, strict=True):
-            ahead = self._with_drift(measure_drift(part.local.anchor, part.params), outbox.flight)
-            part.params = rebase(part.local.anchor, part.params, ahead)
+            self._take_back_one(part, outbox)
+
+    def _take_back_one(self, part: FragmentModel, outbox: Outbox) -> None:
+        ahead = self._with_drift(measure_drift(part.local.anchor, part.params), outbox.flight)
+        part.params = rebase(part.local.anchor, part.params, ahead)
 
     def _give_up(self, part: FragmentModel, outbox: Outbox) -> None:
         """Gives up a drift that is under way, which no round will count: it is ahead again."""
         if outbox.flight is not None:
-            ahead = self._with_drift(measure_drift(part.local.anchor, part.params), outbox.flight)
-            part.params = rebase(part.local.anchor, part.params, ahead)
+            self._take_back_one(part, outbox)
             outbox.clear()
 
     def _with_drift(self, ahead: PyTree, flight: InFlight | None) -> PyTree:

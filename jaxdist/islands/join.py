@@ -37,22 +37,22 @@ def join(
 
     Each job is an *island*, with its own mesh. In a round each puts its drift `Δ_w = a - p_w`, coded by the reducer,
     into the store, and all take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. An island that is killed,
-    late or new restarts no other. Each round is of one of the `fragments` of `local_steps`.
+    late or new restarts no other. Each round is of one fragment.
 
-    *Over the network*, in a round of `K` islands: a payload `P` and about 1 KiB up, `(K-1) P` and about `K` KiB down;
-    on joining, the kept global parameters and the rounds since.
+    *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down;
+    on joining, the kept parameters and the rounds since.
 
     Args:
       url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`; its writers are
         trusted.
-      tx: from `local_steps(..., axis=None)` or a recipe: no delay, no warm-up, and as reducer `exact()`,
+      tx: from `local_steps(..., axis=None)` or a recipe, without delay and warm-up; its reducer is `exact()`,
         `compressed(code)` or error feedback around these.
       name: of this island; a new job under an old name takes its place.
-      round_timeout: seconds to wait for others; no call takes a second more.
+      round_timeout: seconds to wait for others; no call takes more than a second longer.
       begin_with: the islands that the first round waits for.
       quorum: the fewest drifts that make a round.
-      patience: seconds after which too few islands or a lost store are an error.
-      overlap: exchange while the island trains, merge at the next meeting, and keep own progress.
+      patience: seconds until too few islands or a lost store are an error.
+      overlap: exchange during training, and merge at the next meeting, with own progress kept.
       eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
       keep_every: rounds between kept global parameters; the opener decides.
       begin: `False` if the run must exist already.

@@ -240,6 +240,11 @@ def order_of(marks: Sequence[Any]) -> LeafOrder | None:
     return found[-1] if found else None
 
 
+def read_order(described: Sequence[Any]) -> LeafOrder:
+    """The order of leaves that JSON holds as lists of a name and a shape."""
+    return tuple((name, tuple(shape)) for name, shape in described)
+
+
 def show_orders(order: LeafOrder, other: LeafOrder) -> tuple[str, str]:
     """Two orders of leaves for a message: both from their first difference on, as far as there is room."""
     first = next(i for i, pair in enumerate(itertools.zip_longest(order, other)) if len({*pair}) > 1)

@@ -271,20 +271,6 @@ def test_an_island_that_leaves_sends_the_drifts_of_all_fragments():
     assert_close(jax.tree.map(lambda *xs: sum(xs), *taken), ahead, tolerance=1e-6)
 
 
-def test_a_checkpoint_from_before_an_island_left_sends_no_fragment_again():
-    store = islands.memory()
-    tx = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0), fragments=2)
-    with islands.join(store, tx, name="a", round_timeout=5) as island:
-        saved = step_of(tx)(island.enter(begin(tx)), GOALS[0])
-        island.leave(saved)
-    with islands.join(store, tx, name="a", round_timeout=5) as island:
-        state = island.enter(saved)
-        for _ in range(4):
-            state, _ = island.meet(state)
-    # Alone and with an outer rate of 1, the global parameters are those that this island sent, once.
-    assert_close(global_params(state), saved.params, tolerance=1e-6)
-
-
 def test_a_fragment_whose_upload_was_late_counts_in_its_next_round():
     """Meanwhile the other fragments meet, and the island that is late loses nothing."""
     tx, held = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0), fragments=2), []

@@ -251,15 +251,17 @@ def test_an_island_may_have_the_name_of_a_record():
     assert (found.round, [one.round for one in found.rounds]) == (2, [0, 1])
 
 
-def test_a_checkpoint_from_before_the_last_drift_does_not_send_it_again():
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_checkpoint_from_before_the_last_drift_does_not_send_it_again(fragments):
     """The drift of the earlier process counts, and what the checkpoint holds of it is not added to it."""
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0))
+    store = islands.memory()
+    tx = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0), fragments=fragments)
     with islands.join(store, tx, name="a", round_timeout=5) as island:
         saved = step_of(tx)(island.enter(begin(tx)), GOALS[0])
         island.leave(saved)
     with islands.join(store, tx, name="a", round_timeout=5) as island:
         state = island.enter(saved)
-        for _ in range(2):
+        for _ in range(2 * fragments):
             state, _ = island.meet(state)
     # Alone and with an outer rate of 1, the global parameters are those that this island sent, once.
     assert_close(global_params(state), saved.params, tolerance=1e-6)

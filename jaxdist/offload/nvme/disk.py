@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ...state.marks import show_orders
+from ...state.marks import read_order, show_orders
 from . import files
 from .chunks import Layout
 from .files import StoreError, StreamedStats
@@ -128,7 +128,7 @@ class Disk:
     def _check_order(self, found: Any) -> None:
         """Checks that arrays on disk are those of the same leaves: others may have the same sizes and dtypes."""
         # Manifests of earlier versions do not say it.
-        order = self.layout.order if found is None else tuple((name, tuple(shape)) for name, shape in found)
+        order = self.layout.order if found is None else read_order(found)
         if order != self.layout.order:
             stored, wanted = show_orders(order, self.layout.order)
             raise self._mismatch(f" (its arrays are those of {stored}, one after another, and here of {wanted})")
