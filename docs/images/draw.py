@@ -614,7 +614,7 @@ FAMILIES = {
     "exact|f16|int8": GRAY,
     "qsgd|alq": BLUE,
     "two_shot|intsgd": PURPLE,
-    "ef:sign|ef:drive": GREEN,
+    "sign|ef:sign|ef:drive": GREEN,
     "ef:top_k|gspar": ORANGE,
     "ef:power_sgd|demo": RED,
 }
