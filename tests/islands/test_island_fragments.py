@@ -292,7 +292,10 @@ def test_a_fragment_whose_upload_was_late_counts_in_its_next_round():
         moved = step_of(tx)(states["slow"], GOALS[0])
         states["slow"], report = slow.meet(moved)
         assert (report.uploading, report.counted) == (True, False)
-        states["fast"], report = fast.meet(states["fast"])
+        for _ in range(50):  # a busy machine may not get a round over in time
+            states["fast"], report = fast.meet(states["fast"])
+            if report.counted:
+                break
         assert (report.members, report.fragment) == (("fast",), 1)
         event.set()
         wait_for_threads(slow)

@@ -188,8 +188,12 @@ def test_a_meeting_ends_though_the_others_finish_rounds_faster_than_it_takes_the
         states = {"slow": slow.enter(begin(tx)), "fast": fast.enter(begin(tx))}
 
         def finish_a_round():
-            states["fast"], report = fast.meet(step(states["fast"], GOALS[1]))
-            ended.append(report.round)
+            states["fast"] = step(states["fast"], GOALS[1])
+            # A busy machine may not get a round over in time.
+            for _ in range(100):
+                states["fast"], report = fast.meet(states["fast"])
+                if report.counted:
+                    return ended.append(report.round)
 
         read_commit = slow._replay.read_commit
 
