@@ -109,6 +109,19 @@ def test_a_release_uploads_what_was_installed_and_tried():
     assert package["jobs"]["install"]["strategy"]["matrix"]["python"] == supported
 
 
+@pytest.mark.skipif(not (REPOSITORY / ".github").exists(), reason="a source distribution has no workflows")
+def test_the_site_is_published_in_versions_with_links_to_its_sources():
+    workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "docs.yml").read_text())
+    config = (REPOSITORY / "mkdocs.yml").read_text()
+    asked = {*re.findall(r"!ENV (\w+)", config)}
+    publish = workflow["jobs"]["publish"]
+    assert asked <= {*workflow["env"], *publish["env"]}
+    assert publish["env"]["JAXDIST_VERSIONS"] == "mike"
+    # Only this environment switches it on: elsewhere there is no list of versions that the page could load.
+    assert "provider: !ENV JAXDIST_VERSIONS" in config
+    assert any("mike deploy" in step.get("run", "") for step in publish["steps"])
+
+
 def test_a_version_is_the_same_in_all_files():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     recipe = yaml.safe_load((REPOSITORY / "scripts/conda/recipe.yaml").read_text())
