@@ -52,7 +52,7 @@ def _for_notebooks(markdown: str, repository: str) -> str:
 
 def _installation(repository: str) -> dict:
     if repository:
-        return _code(f'%pip install -q "jaxdist @ git+{repository}"\n', "")
+        return _code(f'%pip install -q "jaxdist @ git+{repository}" scikit-learn matplotlib\n', "")
     return _text("This notebook needs jaxdist, scikit-learn and matplotlib.")
 
 

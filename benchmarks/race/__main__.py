@@ -12,6 +12,7 @@ from common import run_subcommand
 SUBCOMMANDS = {
     "measure": "steps over links, losses by step, and whole runs",
     "tables": "tables and charts from the records of measure, and what the model predicts",
+    "board": "enter a method in the board of benchmarks/board: bytes and seconds to a loss over 100 Mbit/s",
     "weight_gradients": "a step of the language models with JAX's own gradient of a product, and with a faster one",
 }
 

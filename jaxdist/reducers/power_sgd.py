@@ -1,6 +1,7 @@
 """PowerSGD: low-rank approximation by a warm-started power iteration; its factors are averaged by all-reduces.
 
-`examples/from_scratch/power_sgd.py` is the method in 100 lines of plain JAX.
+This is Algorithm 1 of the paper; `error_feedback` around it is Algorithm 2. `examples/from_scratch/power_sgd.py` is the
+method in 100 lines of plain JAX.
 """
 
 from collections.abc import Sequence
@@ -83,7 +84,7 @@ def power_sgd(
     `one_sided=True` does half of an iteration in each step: `P = mean(M_w Q)`, `mean = P Qᵀ` with orthonormal `Q`, then
     `Q = mean(M_wᵀ P)`, `mean = P Qᵀ` with orthonormal `P`.
 
-    *On the wire* for leaves `[m, n]`: two all-reduces, of `r·n` floats for each matrix, then of `r·m` and every
+    *On the wire* for leaves `[n, m]`: two all-reduces, of `r·n` floats for each matrix, then of `r·m` and every
     uncompressed leaf; together `4·(r·Σ(n+m) + Σ rest)` bytes, of which a worker sends `2(W-1)/W`, in float32 (float64
     leaves in float64). One-sided: one all-reduce, of `4·(r·Σn + Σ rest)` and `4·(r·Σm + Σ rest)` bytes alternately.
 
@@ -109,8 +110,8 @@ def power_sgd(
 
     References:
       Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-      arXiv:1905.13727, 2019. The local residual: Vogels, Karimireddy, Jaggi, "Practical low-rank communication
-      compression in decentralized deep learning", arXiv:2008.01425, 2020.
+      arXiv:1905.13727, 2019. The local residual, and one side in each step: Vogels, Karimireddy, Jaggi, "Practical
+      low-rank communication compression in decentralized deep learning", arXiv:2008.01425, 2020.
     """
     check_count("rank", rank, 1)
     check_count("start_step", start_step, 0)
@@ -120,7 +121,7 @@ def power_sgd(
     if one_sided and not warm_start:
         raise ValueError("one_sided=True needs warm_start=True: each of its steps is half an iteration")
     method = _PowerSGD(view_of(rank, min_compression_rate), own, warm_start, seed)
-    # A projection: δ depends on the matrix, and may be 0.
+    # A projection: δ of ‖mean - M‖² ≤ (1 - δ) ‖M‖² depends on the matrix, and may be 0.
     forms, limits = Forms(biased=lambda shape: 0.0), {Use.PARTS: _NO_PARTS}
     if one_sided:
         init = for_real_numbers(method.init_one_sided)
@@ -140,16 +141,22 @@ class _PowerSGD(NamedTuple):
         return PowerSGDState(jnp.zeros((), jnp.int32), self._draw_right(like, 0))
 
     def _draw_right(self, like: PyTree[Like], count: Array | int) -> PyTree:
+        """Gaussian right factors, the same on all workers: from the seed and the count, which are replicated."""
         return draw_factors(like, self.view, 1, jax.random.fold_in(jax.random.key(self.seed), count))
 
     def messages(self, updates: Updates, state: PowerSGDState, comm: Comm, extras: Extras) -> Protocol:
+        """Algorithm 1. Each `yield` sends arrays, and what comes back is their mean over workers.
+
+        Matrices of similar shape are a group: stacks `[k, n, m]`, whose products are one operation and one array on the
+        wire. What follows is lists with an entry for each group; vectors and small leaves are the `rest`.
+        """
         leaves, structure = jax.tree.flatten(updates)
         groups, rest = group_leaves(leaves, self.view)
         matrices = [stack_matrices(leaves, group) for group in groups]
         factors = structure.flatten_up_to(state.q if self.warm_start else self._draw_right(updates, state.count))
 
         # P = qr(mean(M Q)). Deviation: the paper multiplies by Q itself, which has the norm of the last gradient; the
-        # product would have its square. The basis is known before the gradient is.
+        # product would have its square. The basis is known before the gradient is. Bases are rows, [k, r, m].
         right = orthonormal([stack_factors(factors, group) for group in groups])
         # Scales are powers of two: nothing is rounded, and sums over entries and workers do not overflow.
         right = [q * overflow_scale(q.shape[2], comm.size) for q in right]
@@ -164,12 +171,13 @@ class _PowerSGD(NamedTuple):
         # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
         local = [jnp.einsum("knr,knm->krm", p * scale, m) for p, scale, m in zip(left, scales, matrices)]
         packed = pack_factors(groups, local, 1)
+        # The rest goes with the second factors: a message of its own would be one more latency.
         received = yield Messages(mean=[*packed, *(widen(leaves[i]) for i in rest)])
         mean = unpack_factors(groups, received.mean, 1)
 
-        # mean = P Qᵀ, own = P Q_wᵀ
+        # mean = P Qᵀ, own = P Q_wᵀ. Both Q are too small by the scale; that goes into P, and into the Q that is kept.
         left = [p / scale for p, scale in zip(left, scales)]
-        # An index that depends on a value, though it is constant: always true.
+        # Always true, and not a constant: `stack_indices` hides indices from XLA:CPU, which then compiles faster.
         at = stack_indices(groups, state.count >= 0)
         own = mean if self.own == "paper" else local
         reduced = _write(updates, groups, rest, [left, left], [mean, own], received.mean[len(packed) :], at, comm)
@@ -189,7 +197,7 @@ class _PowerSGD(NamedTuple):
             return comms.cond(state.from_right, from_right, from_left, comm, updates, state)
 
     def _half_iteration(self, from_right: bool, comm: Comm, updates: Updates, state: OneSidedState) -> Result:
-        # True in this branch, but not a constant.
+        # True in this branch, but not a constant: for `stack_indices`, as above.
         always = state.from_right == from_right
         fixed, renewed = (state.right, state.left) if from_right else (state.left, state.right)
         reduced, renewed = run(self._half_messages(from_right, updates, fixed, renewed, always, comm), comm)

@@ -41,7 +41,7 @@ def test_cells_have_what_the_page_prints(script, tmp_path):
     )
     title, install, text, cell, figure, end = script["make_notebook"](page, HOST)["cells"]
     assert title["source"] == ["# Sums"]
-    assert install["source"] == [f'%pip install -q "jaxdist @ git+{HOST}"']
+    assert install["source"] == [f'%pip install -q "jaxdist @ git+{HOST}" scikit-learn matplotlib']
     assert text["source"] == [f"By `exact`, [as ever]({HOST}/blob/main/docs/faq.md#sums)."]
     assert (cell["source"], cell["outputs"][0]["text"]) == (["print(1 + 1)"], ["2\n"])
     assert (figure["source"], figure["outputs"], end["source"]) == (["draw()"], [], ["The end."])
