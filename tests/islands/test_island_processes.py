@@ -37,8 +37,9 @@ def test_an_island_is_killed_and_comes_back_and_the_others_go_on(tmp_path):
 
 @pytest.mark.slow
 def test_an_island_leaves_at_sigterm_and_nobody_waits_for_it(tmp_path):
-    # A timeout that would be noticed.
-    jobs = [Job(tmp_path / "run", name, 10**6, 2, log=tmp_path, timeout=100, pace=0.01) for name in ("a", "bb")]
+    # A timeout that would be noticed, however slow the machine is.
+    options = {"log": tmp_path, "timeout": 100.0, "pace": 0.01}
+    jobs = [Job(tmp_path / "run", name, 10**6, 2, **options) for name in ("a", "bb")]
     stays, leaves = jobs
     try:
         wait_until(lambda: all(len(job.reports()) >= 3 for job in jobs), jobs)
@@ -52,7 +53,7 @@ def test_an_island_leaves_at_sigterm_and_nobody_waits_for_it(tmp_path):
         # Its last drift, of the steps up to the signal, counts after those of its last meeting.
         assert max(report["round"] for report in reports if "bb" in report["members"]) > leaves.reports()[-1]["round"]
         assert reports[-1]["members"] == ["a"]
-        assert max(protocol_seconds(report) for report in reports[3:]) <= 1
+        assert max(protocol_seconds(report) for report in reports[3:]) <= options["timeout"] / 2
     finally:
         kill_all(jobs)
 
