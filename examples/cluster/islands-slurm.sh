@@ -20,7 +20,7 @@ url=${1:?the folder or the bucket in which the islands meet}
 name=island-${SLURM_ARRAY_TASK_ID:-0}
 
 # On a signal the command finishes its step, sends its progress, saves, and leaves with 0.
-asked= running=
+asked='' running=''
 trap 'asked=1; [ -z "$running" ] || kill -TERM "$running"' TERM USR1
 
 # --begin-with: the first round waits for two islands; later ones take those that are there.

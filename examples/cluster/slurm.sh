@@ -20,7 +20,7 @@ set -uo pipefail
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 
 # srun passes the signal on to the processes, which jd.processes.preemption_requested() tells: they save and leave with 0.
-asked= step=
+asked='' step=''
 trap 'asked=1; [ -z "$step" ] || kill -TERM "$step"' TERM USR1
 
 # --kill-on-bad-exit: the first process that fails ends all. --label: lines behind the number of their process.

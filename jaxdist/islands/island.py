@@ -108,7 +108,6 @@ class Island:
         self._replay = Replay(store, config)
         self._index = np.int32(zlib.crc32(options.name.encode()) % 2**31)
         self._session = 0
-        self._schedule = self._replay.schedule
         # How the model is divided into fragments: known once it is.
         self._division: Division | None = None
         self._outboxes, self._cleaner = self._new_outboxes(), Cleaner(store)
@@ -153,7 +152,7 @@ class Island:
         return self._outboxes[self._replay.fragment]
 
     def _new_outboxes(self) -> list[Outbox]:
-        return [Outbox(self._store) for _ in range(self._schedule.number)]
+        return [Outbox(self._store) for _ in range(self._replay.schedule.number)]
 
     def due(self, number: int) -> bool:
         """Whether to meet after step `number`, counted from 0: every `sync_period` steps; with fragments, for each.
@@ -165,7 +164,7 @@ class Island:
           ...     [number for number in range(7) if island.due(number)]
           [2, 5]
         """
-        schedule = self._schedule
+        schedule = self._replay.schedule
         return any(
             number + 1 >= first and (number + 1 - first) % schedule.sync_period == 0 for first in schedule.firsts
         )
@@ -370,7 +369,7 @@ class Island:
             retries=traffic.retries,
             problem=problem or traffic.problem,
             digest=self._replay.digest,
-            fragment=self._schedule.fragment_in(self._replay.round - 1) if self._replay.round else None,
+            fragment=self._replay.schedule.fragment_in(self._replay.round - 1) if self._replay.round else None,
         )
         if leaving:
             self._take_back(model)
@@ -439,7 +438,7 @@ class Island:
         """Brings what is ahead of the global parameters into a round, again until one takes it or time is up."""
         self._come_back(model)
         # A meeting takes a round of one fragment; with `overlap` it sends the drift of the next one, too.
-        takes_one = self._schedule.number > 1 and not self._options.overlap and not leaving
+        takes_one = self._replay.schedule.number > 1 and not self._options.overlap and not leaving
         is_again = False
         while not self._behind:
             is_new = self._outbox.flight is None
@@ -493,8 +492,8 @@ class Island:
         first = self._outbox.flight
         if first is None or first.round != self._replay.round:
             return
-        for number in range(self._replay.round + 1, self._replay.round + self._schedule.number):
-            fragment = self._schedule.fragment_in(number)
+        for number in range(self._replay.round + 1, self._replay.round + self._replay.schedule.number):
+            fragment = self._replay.schedule.fragment_in(number)
             # One that no round has counted is in none that is open: it is sent with all that came since.
             self._give_up(model[fragment], self._outboxes[fragment])
             if not self._encode(model, number, is_told=is_told, leaving=True):
@@ -519,7 +518,7 @@ class Island:
 
         Returns false if it is not finite: then the anchor is taken, and the inner optimizer restarts.
         """
-        fragment = self._schedule.fragment_in(number)
+        fragment = self._replay.schedule.fragment_in(number)
         part, outbox = model[fragment], self._outboxes[fragment]
         local = part.local
         drift = measure_drift(local.anchor, part.params)
@@ -602,7 +601,7 @@ class Island:
 
     def _deliver(self, number: int, *, wait: bool) -> bool:
         """Brings the record of the drift into a round; returns false while its body is on the way."""
-        fragment = self._schedule.fragment_in(number)
+        fragment = self._replay.schedule.fragment_in(number)
         base = self._replay.digests[fragment]
         state = self._outboxes[fragment].record_in(number, base, self._options.name, wait=wait)
         if state == "taken":
@@ -751,7 +750,7 @@ class Island:
         Returns what is then ahead of the global parameters.
         """
         outbox, replay = self._outboxes[fragment], self._replay
-        flight, number = outbox.flight, self._schedule.next_round(fragment, replay.round)
+        flight, number = outbox.flight, replay.schedule.next_round(fragment, replay.round)
         if flight is not None and (not replay.lasts or protocol.is_too_old(flight.body, number, replay.rounds)):
             outbox.clear()
             return self._with_drift(ahead, flight)
@@ -795,7 +794,7 @@ class Island:
         is_here, self._keeps_progress = (own_round, own_digest) == (replay.round, replay.digest), False
         for fragment, part in enumerate(model):
             # The drift of an earlier process of this name will count in an open round: it must not be sent again.
-            number = self._schedule.next_round(fragment, replay.round)
+            number = replay.schedule.next_round(fragment, replay.round)
             is_sent = self._store.get(round_name(number, "drift", self._options.name)) is not None
             if is_here and not is_sent:
                 self._keeps_progress = True
@@ -861,7 +860,8 @@ class Island:
 
     def _catch_up(self, local: LocalStepsState) -> LocalStepsState:
         """The state at the step of the run; ahead of it are only the steps of progress that is kept."""
-        steps, count = self._schedule.steps_before(self._replay.round), int(to_host(local.count))
+        replay = self._replay
+        steps, count = replay.schedule.steps_before(replay.round), int(to_host(local.count))
         if count == steps or (count > steps and self._keeps_progress):
             return local
         return catch_up(self._config.inner, local, np.int32(min(steps, np.iinfo(np.int32).max)), count > steps)

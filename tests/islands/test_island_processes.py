@@ -37,8 +37,9 @@ def test_an_island_is_killed_and_comes_back_and_the_others_go_on(tmp_path):
 
 @pytest.mark.slow
 def test_an_island_leaves_at_sigterm_and_nobody_waits_for_it(tmp_path):
-    # A timeout that would be noticed.
-    jobs = [Job(tmp_path / "run", name, 10**6, 2, log=tmp_path, timeout=100, pace=0.01) for name in ("a", "bb")]
+    # A timeout that would be noticed, however slow the machine is.
+    options = {"log": tmp_path, "timeout": 100.0, "pace": 0.01}
+    jobs = [Job(tmp_path / "run", name, 10**6, 2, **options) for name in ("a", "bb")]
     stays, leaves = jobs
     try:
         wait_until(lambda: all(len(job.reports()) >= 3 for job in jobs), jobs)
@@ -52,7 +53,7 @@ def test_an_island_leaves_at_sigterm_and_nobody_waits_for_it(tmp_path):
         # Its last drift, of the steps up to the signal, counts after those of its last meeting.
         assert max(report["round"] for report in reports if "bb" in report["members"]) > leaves.reports()[-1]["round"]
         assert reports[-1]["members"] == ["a"]
-        assert max(protocol_seconds(report) for report in reports[3:]) <= 1
+        assert max(protocol_seconds(report) for report in reports[3:]) <= options["timeout"] / 2
     finally:
         kill_all(jobs)
 
@@ -109,24 +110,31 @@ def test_a_kill_of_one_of_the_two_processes_of_an_island_ends_that_island_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_all_processes_of_an_island_report_the_same_problem_of_process_0(overlap, tmp_path):
-    """It loses the store in the middle of rounds: once for a while, and then for longer than the patience."""
+@pytest.mark.parametrize("patience", [3600.0, 5.0], ids=["a_while", "for_good"])
+def test_all_processes_of_an_island_report_the_same_problem_of_process_0(patience, overlap, tmp_path):
+    """It loses the store in the middle of rounds: for a while, or for longer than the patience."""
     folder, away = tmp_path / "run", tmp_path / "unmounted"
-    options = {"log": tmp_path, "processes": 2, "timeout": 2.0, "pace": 0.1, "overlap": overlap, "patience": 15.0}
+    options = {"log": tmp_path, "processes": 2, "timeout": 2.0, "pace": 0.1, "overlap": overlap, "patience": patience}
     pair = Job(folder, "pair", 10**6, 1, **options)
     try:
         wait_until(lambda: len(pair.reports()) >= 3, [pair])
         folder.rename(away)
-        wait_until(lambda: sum(report["offline"] for report in pair.reports()) >= 2, [pair])
-        away.rename(folder)
-        wait_until(lambda: pair.reports()[-1]["counted"], [pair])
-        folder.rename(away)
-        wait_until(lambda: all(process.poll() is not None for process in pair.processes), [])
-        for number in (0, 1):
-            assert "OfflineError: 'pair' has been offline for" in pair.errors(number)
+        if patience < 3600:
+            wait_until(lambda: all(process.poll() is not None for process in pair.processes), [])
+            for number in (0, 1):
+                assert "OfflineError: 'pair' has been offline for" in pair.errors(number)
+        else:
+            wait_until(lambda: sum(report["offline"] for report in pair.reports()) >= 2, [pair])
+            away.rename(folder)
+            wait_until(lambda: pair.reports()[-1]["counted"], [pair])
+            met = len(pair.reports())
+            wait_until(lambda: len(pair.reports(1)) >= met, [pair])
+            pair.kill()
         told = [[{**report, "machine_seconds": 0} for report in pair.reports(number)] for number in (0, 1)]
-        assert told[0] == told[1]
-        problems = [report["problem"] for report in told[0] if report["offline"]]
+        # One of them may have been killed before the other.
+        both = min(map(len, told))
+        assert told[0][:both] == told[1][:both]
+        problems = [report["problem"] for report in told[0][:both] if report["offline"]]
         assert all(problems)
         assert any("is gone; mount its disk again" in problem for problem in problems)
     finally:

@@ -52,22 +52,40 @@ def test_every_option_in_a_job_exists(path):
         assert parsed.resume
 
 
+# Run before each command of a script.
+SIGNAL_BEFORE_IT_IS_KNOWN = """
+tell() {
+  while [ ! -e ready ]; do sleep 0.01; done
+  kill -TERM $$
+}
+trap 'case $BASH_COMMAND in running=?!) tell ;; esac' DEBUG
+"""
+
+
 @pytest.fixture
 def start(tmp_path):
-    """Starts a script whose commands are replaced, and sends it a signal when its `jaxdist` runs."""
+    """Starts a script whose commands are replaced, and sends it a signal when its `jaxdist` runs.
 
-    def run(command, number=None):
-        code = "trap 'exit 0' TERM; touch ready; while :; do sleep 0.1; done" if number else "exit 0"
+    `is_early` has it come before the script knows the number of that process.
+    """
+
+    def run(command, number=None, *, is_early=False):
+        # Without a signal it ends after a while, with an error.
+        waits = "trap 'exit 0' TERM; touch ready; for i in $(seq 100); do sleep 0.1; done; exit 1"
+        code = waits if number else "exit 0"
         for name, body in {"jaxdist": code, "scontrol": 'echo "$@" >queued'}.items():
             (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
             (tmp_path / name).chmod(0o755)
         environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ISLAND": "1"}
         environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+        if is_early:
+            (tmp_path / "early").write_text(SIGNAL_BEFORE_IT_IS_KNOWN)
+            environment["BASH_ENV"] = str(tmp_path / "early")
         with subprocess.Popen(command, cwd=tmp_path, env=environment) as job:
             while number and not (tmp_path / "ready").exists():
                 assert job.poll() is None
                 time.sleep(0.01)
-            if number:
+            if number and not is_early:
                 job.send_signal(number)
         return job.returncode
 
@@ -83,6 +101,13 @@ def test_an_island_under_slurm_leaves_at_a_signal_and_goes_back_to_the_queue(num
 def test_an_island_under_slurm_that_has_finished_is_not_queued_again(start, tmp_path):
     assert start(["bash", str(ISLANDS[0]), "/shared/run"]) == 0
     assert not (tmp_path / "queued").exists()
+
+
+@pytest.mark.parametrize(("path", "code"), [(ISLANDS[0], 0), (ISLANDS[1], 75)], ids=lambda x: getattr(x, "name", None))
+def test_a_signal_before_the_process_of_an_island_is_known_is_passed_on(path, code, start):
+    is_script = path.suffix == ".sh"
+    command = ["bash", str(path), "/shared/run"] if is_script else containers(path)[0]["command"]
+    assert start(command, signal.SIGTERM, is_early=True) == code
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (None, 0)])
