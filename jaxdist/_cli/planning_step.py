@@ -12,7 +12,7 @@ from ..analysis.collectives import collectives
 from ..analysis.crossing import crossing
 from ..analysis.memory import memory
 from . import planning
-from .models.own_step import OwnStep, check_compiled
+from .models.own_step import OwnStep
 
 FEWER = "temporaries are the larger part: fewer examples on each device, jax.checkpoint around layers, or more devices"
 SHARD = (
@@ -38,7 +38,7 @@ def plan_step(
     The mesh is set while the step is made and traced, so that a plain `jax.jit` may name its axes.
 
     Raises:
-      ValueError: `make` or the step fails, the compiler fails, or the program is not for the devices of the mesh.
+      ValueError: `make`, the step or the compiler fails; JAX refuses a step for other devices than those of the mesh.
     """
     compiled_for, mesh = planning.mesh_of(target, num_slices, axes)
     chip = compiled_for if chip is None else chip
@@ -64,7 +64,6 @@ def plan_step(
             advice=_advise(refused, is_too_large=True),
             compile_seconds=time.perf_counter() - start,
         )
-    check_compiled(name, compiled, mesh)
     used = memory(compiled)
     outputs = used.outputs - used.aliased
     device = {"arguments": used.arguments, "outputs": outputs, "temporaries": used.temporary}

@@ -14,7 +14,7 @@ import optax
 from .._core.checks import NO_PARAMS
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
-from .._core.types import Array, AxisNames, Flag, Int, PyTree, State, Updates
+from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.compressor import Compressor
@@ -32,6 +32,7 @@ from ..wire.buffers import MULTIPLE
 from ..wire.shards import shard_of
 from .checks import check_inner, check_means, check_replicated, check_sharding
 from .parts import as_parts, on_parts
+from .placed import placed_zero
 from .shards import (
     StateCodec,
     buckets_of,
@@ -42,6 +43,7 @@ from .shards import (
     shard_for_one_worker,
     unshard_for_one_worker,
 )
+from .state import ZeroState
 from .updates import (
     Delivery,
     deliver_encoded_params,
@@ -59,26 +61,6 @@ ALREADY_REDUCED = (
 )
 
 
-class ZeroState(NamedTuple):
-    """The state that this worker keeps for its shard of the model.
-
-    `inner`: the optimizer's state; arrays shaped like a parameter are `Sharded`, all others replicated. `master`: the
-    parameters in higher precision, `Sharded`, or `()`. `empty` counts the steps without any example (replicated).
-    `reducer`: the gradient reducer's state, one for each bucket. `coded`: the state of the compressed gather, or `()`.
-    """
-
-    inner: State
-    master: PyTree
-    empty: Int[Array, ""]
-    reducer: State
-    coded: State
-
-    @property
-    def communicates(self) -> bool:
-        """Whether it averages gradients of replicated parameters, as it does unless made with `reducer=None`."""
-        return self.reducer != ()
-
-
 class _Gradients(NamedTuple):
     """How gradients become this worker's shards of their mean.
 
@@ -93,12 +75,13 @@ class _Gradients(NamedTuple):
 def zero_redundancy(
     inner: optax.GradientTransformation,
     *,
-    stage: Literal[1, 2] = 1,
+    stage: Literal[1, 2, 3] = 1,
     reducer: Reducer | None = EXACT,
     compressor: Compressor | None = None,
     master_dtype: Any | None = None,
     state_compressor: Compressor | None = None,
     axis: AxisNames = "data",
+    specs: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Shards the optimizer's state over the workers: each updates its shard of the parameters, and all gather updates.
 
@@ -122,6 +105,8 @@ def zero_redundancy(
       state_compressor: compresses the shards of large arrays between steps, as `quantized_state`: for Adam
         `compressors.dynamic_fp8(block=8)` takes `2.25 / W` instead of `8 / W` bytes a parameter.
       axis: the mesh axis of the workers.
+      specs: under plain `jit`, beside axes of the compiler: a tree of `PartitionSpec` like the parameters, such as
+        `P("data", "model")`, by which gradients and state are sharded; in stage 3 parameters too.
 
     Returns:
       A transformation for local gradients; `update` needs `params`, takes `examples=` and `active=` as `all_reduce`,
@@ -151,8 +136,20 @@ def zero_redundancy(
       arXiv:2004.13336, 2020. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
       Training", arXiv:2306.10209, 2023.
     """
-    if stage not in (1, 2):
-        raise ValueError(f"stage must be 1 or 2, got {stage}; to shard the parameters too (stage 3), use zero.gathered")
+    if stage not in (1, 2) and (specs is None or stage != 3):
+        raise ValueError(
+            f"stage must be 1 or 2, got {stage}; to shard the parameters too (stage 3), use zero.gathered, or specs= "
+            "under plain jit"
+        )
+    if specs is not None:
+        if compressor is not None or state_compressor is not None:
+            name = "state_compressor" if compressor is None else "compressor"
+            raise ValueError(
+                f"zero_redundancy(specs=) leaves the gather and the state to the compiler, which has no {name}=: leave "
+                "it out, or specs= on a mesh without further axes"
+            )
+        options = {"reducer": reducer, "stage": stage, "master_dtype": master_dtype, "axis": axis}
+        return placed_zero(with_extra_args(inner), specs=specs, **options)
     if reducer is None:
         gradients = _Gradients(lambda params: (), partial(_shards_of_means, axis))
     else:
@@ -210,7 +207,7 @@ class _ZeroRedundancy(NamedTuple):
         if params is None:
             raise ValueError(NO_PARAMS)
         comm, given = over(self.axis), (updates, state)
-        refuse_model_axes("zero_redundancy", "use zero.zero_shardings with plain jit")
+        refuse_model_axes("zero_redundancy", "use zero_redundancy(specs=) under plain jit")
         updates, state, params = shard_for_one_worker((updates, state, params), self.axis)
         with jax.named_scope("zero_redundancy"):
             # Gradients of `Sharded` parameters (stage 3) are sharded and averaged already.

@@ -49,6 +49,9 @@ def wrong_shape(mesh):
 def half(mesh):
     return jax.jit(lambda x: x + 1), rows(jax.sharding.Mesh(mesh.devices[:2], ("data",)))
 
+def no_shardings(mesh):
+    return jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
 def elsewhere(mesh):
     return jax.jit(lambda x: x + 1), jax.device_put(jnp.ones(3), jax.devices()[-1])
 
@@ -119,6 +122,12 @@ def test_a_state_that_is_not_donated_is_told(folder, capsys):
     assert "donate the state, jax.jit(step, donate_argnums=0): outputs take" in said
 
 
+def test_arguments_without_shardings_are_on_all_devices(folder, capsys):
+    status, said, _ = plan(capsys, "--step", "own_steps:no_shardings")
+    assert status == 0
+    assert "arguments 16.4 kB" in said
+
+
 def test_what_does_not_fit_is_told(folder, capsys):
     status, said, _ = plan(capsys, "--memory", "1MB", "--step", "own_steps:mean")
     assert status == 1
@@ -145,13 +154,16 @@ def test_what_the_compiler_refuses_for_its_memory_is_told(folder, capsys, monkey
         ("own_steps:absent", "unknown step 'own_steps:absent'; known: rows, mean"),
         ("own_steps:number", "number is no function; write FUNCTION(mesh, ...) that returns (step, *arguments)"),
         ("own_steps:no_mesh", "no_mesh has no first argument for the mesh; write"),
-        ("own_steps:mean:True,3", "step 'own_steps:mean:True,3': too many positional arguments; it takes [donated=True]"),
+        (
+            "own_steps:mean:True,3",
+            "step 'own_steps:mean:True,3': too many positional arguments; it takes [donated=True]",
+        ),
         ("own_steps:not_jitted", "returned the function <lambda> in place of a step, which cannot be compiled; write"),
         ("own_steps:nothing", "own_steps:nothing returned a NoneType; write"),
         ("own_steps:alone", "own_steps:alone returned a tuple of 1; write"),
         ("own_steps:wrong_count", "its step fails: TypeError: "),
         ("own_steps:wrong_shape", "its step fails: TypeError: dot_general requires contracting dimensions"),
-        ("own_steps:half", "its step was compiled for 2 of the 4 devices of the mesh"),
+        ("own_steps:half", "its step fails: ValueError: Received incompatible devices"),
         ("own_steps:elsewhere", "returned an argument[0] on "),
         ("own_steps:fails", "step 'own_steps:fails': fails fails: KeyError: 'w'"),
         ("own_steps:refuses:3", "step 'own_steps:refuses:3': width must be even, got 3"),

@@ -62,18 +62,6 @@ def own_step(name: str, made: Any, mesh: jax.sharding.Mesh) -> OwnStep:
     return OwnStep(step, tuple(arguments))
 
 
-def check_compiled(name: str, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError for a program that is not one for the devices of the mesh, since nothing said so."""
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    devices = {device for sharding in shardings for device in sharding.device_set}
-    if devices != set(mesh.devices.flat):
-        found = ", ".join(sorted(map(str, devices))[:2]) or "no device"
-        raise ValueError(
-            f"{name}: its step was compiled for {len(devices)} of the {mesh.size} devices of the mesh, or for others "
-            f"({found}): no sharding of an argument names them; {RETURNS}"
-        )
-
-
 def describe(problem: Exception) -> str:
     """The type of an error and the first line of its message."""
     return f"{type(problem).__name__}: {next(iter(str(problem).splitlines()), '')}"
