@@ -16,6 +16,7 @@ from ..state.parameter_specs import spec_axes, without_axes
 from ..transforms.all_reduce import AllReduceState, all_reduce
 from ..transforms.in_plain_jit import is_outside_map
 from ..transforms.local_gradients import check_leaves
+from ..transforms.weights import zero_unless
 from .checks import check_inner
 from .state import ZeroState
 from .updates import difference
@@ -43,7 +44,17 @@ class _PlacedZero(NamedTuple):
         master = () if self.master_dtype is None else optimized
         return ZeroState(inner, master, averaged.empty, averaged.reducer, ())
 
-    def update(self, updates: Updates, state: State, params: PyTree = None, **extra_args: Any) -> tuple[Updates, State]:
+    def update(
+        self,
+        updates: Updates,
+        state: State,
+        params: PyTree = None,
+        *,
+        examples: Any = None,
+        active: Any = None,
+        moved: bool = False,
+        **extra_args: Any,
+    ) -> tuple[Updates, State]:
         if params is None:
             raise ValueError(NO_PARAMS)
         names = axis_tuple(self.axis)
@@ -52,20 +63,25 @@ class _PlacedZero(NamedTuple):
                 f"zero_redundancy(specs=) is for a plain jit under jax.set_mesh(mesh) of a mesh with the axis "
                 f"{spec_entry(names)!r}: inside distribute leave specs= out, on a mesh without further axes"
             )
-        if extra_args.pop("moved", False):
+        if moved:
             raise ValueError(
                 "moved=True is for local_steps and others around zero_redundancy, which need distribute: leave specs= "
                 "out, on a mesh without further axes"
             )
         with jax.named_scope("zero_redundancy"):
             # g = reduce_scatter(g_w), in the codes of the reducer.
-            given = AllReduceState(state.reducer, state.empty)
-            means, reduced = self.averaged.update(updates, given, params, **extra_args)
+            given, weights = AllReduceState(state.reducer, state.empty), {"examples": examples, "active": active}
+            means, reduced = self.averaged.update(updates, given, params, **weights, **extra_args)
             specs = expand_specs(self.specs, means)
             # u, s = inner(g, s, θ_shard). The constraints keep the compiler from updating whole arrays everywhere.
             optimized = state.master if self.master_dtype is not None else jax.tree.map(_place, params, specs)
             means = jax.tree.map(lambda x, p: x.astype(p.dtype), means, optimized)
             steps, inner = self.inner.update(means, state.inner, optimized, **extra_args)
+            if examples is not None or active is not None:
+                # A step in which no worker had an example changes nothing, even if `inner` decays weights.
+                some = reduced.empty == state.empty
+                inner = jax.tree.map(lambda new, old: jnp.where(some, new, old), inner, state.inner)
+                steps = zero_unless(some, steps)
             steps = jax.tree.map(_place, steps, specs)
             # updates = all_gather(u), unless the parameters are sharded as the state is.
             places = specs if self.stage == 3 else jax.tree.map(lambda spec: without_axes(spec, names), specs)

@@ -140,6 +140,20 @@ def test_feedback_is_kept_for_each_worker_and_shard():
     assert residual.value["up"].value.shape[:2] == (4, 2)
 
 
+def test_a_step_without_examples_changes_nothing():
+    """Nor does weight decay."""
+    tx, params = jd.zero_redundancy(optimizer(), specs=SPECS), make_params()
+    grads = jax.tree.map(lambda p: jd.PerWorker(jnp.ones((4, *p.shape)), axis=("data",)), params)
+    with jax.set_mesh(make_mesh()):
+        state = jd.init_state(lambda: tx.init(params), make_mesh(), specs=SPECS)
+        updates, after = jax.jit(tx.update)(grads, state, params, examples=jnp.zeros(4))
+        some, _ = jax.jit(tx.update)(grads, state, params, examples=jnp.array([1, 0, 0, 0]))
+    assert_close(jax.device_get(updates), jax.tree.map(jnp.zeros_like, params), 0)
+    assert_close(jax.device_get(after.inner), jax.device_get(state.inner), 0)
+    assert (int(state.empty), int(after.empty)) == (0, 1)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(some))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -161,7 +175,7 @@ def test_what_the_update_cannot_take_is_refused():
     grads = jax.tree.map(lambda p: jd.PerWorker(jnp.ones((4, *p.shape)), axis=("data",)), params)
     with jax.set_mesh(make_mesh()):
         state = jax.eval_shape(tx.init, params)
-        with pytest.raises(ValueError, match="examples= is the number of one worker"):
+        with pytest.raises(ValueError, match="examples= has one number for each of the 4 workers"):
             jax.eval_shape(lambda s: tx.update(grads, s, params, examples=3), state)
         with pytest.raises(ValueError, match="moved=True is for local_steps"):
             jax.eval_shape(lambda s: tx.update(grads, s, params, moved=True), state)
