@@ -85,28 +85,28 @@ def zero_redundancy(
 ) -> optax.GradientTransformationExtraArgs:
     """Shards the optimizer's state over the workers: each updates its shard of the parameters, and all gather updates.
 
-    `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_shard)`, `updates = all_gather(u)`, with the results that `inner`
-    has on whole arrays. It replaces `all_reduce`. Of equal products of matrices (Muon) each worker computes `1/W`.
+    `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_shard)`, `updates = all_gather(u)`, as `inner` has them on whole
+    arrays. It replaces `all_reduce`.
 
-    *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes (padded); with
+    *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes; with
     `examples` four bytes more; for products of matrices `(W-1)/W² · 4n` more; with compression `(W-1)` times the
     payload of `n/W` entries, each way.
 
-    *State*: sharded, all of `inner`'s that is shaped like the parameters, and master parameters; with `compressor` and
-    no masters a float32 residual; the reducer's own.
+    *State*: sharded, what `inner` has of the parameters' shape, and masters; with `compressor` and no masters a float32
+    residual; the reducer's own.
 
     Args:
-      inner: any optimizer or chain, with clipping. Extra arguments must be equal on all workers.
-      stage: 1: one collective for all gradients, one for all updates. 2: one for each 25 MiB, saving memory.
+      inner: any optimizer or chain. Extra arguments must be equal on all workers.
+      stage: 1: one collective for all gradients, one for all updates. 2: one for each 25 MiB.
       reducer: averages gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`. `None`: they are means,
         and only updates are sent.
       compressor: compresses the updates.
-      master_dtype: `jnp.float32` keeps and updates the parameters in it.
+      master_dtype: of masters, such as `jnp.float32`.
       state_compressor: compresses the shards of large arrays between steps, as `quantized_state`: for Adam
         `compressors.dynamic_fp8(block=8)` takes `2.25 / W` instead of `8 / W` bytes a parameter.
       axis: the mesh axis of the workers.
-      specs: under plain `jit`, beside axes of the compiler: a tree of `PartitionSpec` like the parameters, such as
-        `P("data", "model")`, by which gradients and state are sharded; in stage 3 parameters too.
+      specs: under plain `jit`, a tree of `PartitionSpec`, as `P("data", "model")`, that shards gradients and state; in
+        stage 3 parameters too.
 
     Returns:
       A transformation for local gradients; `update` needs `params`, takes `examples=` and `active=` as `all_reduce`,
@@ -115,8 +115,9 @@ def zero_redundancy(
     Raises:
       ValueError: `stage` is unknown; `inner` is `offload.host`, `quantized_state`, `dpsgd` or `lookahead`; shards cut
         blocks of `state_compressor`; the reducer has no reduce-scatter form; `compressor` states neither contraction
-        nor variance. At trace time: as `all_reduce`; `params` are missing, differ between workers (or an extra argument
-        does), or are sharded otherwise than by `zero.shard`; `moved` with `compressor` and `master_dtype`.
+        nor variance. At trace time: as `all_reduce`; `params` or extra arguments differ between workers; `params` are
+        missing, or sharded otherwise than by `zero.shard`; `moved` with `compressor` and `master_dtype`; `specs` in a
+        map.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -148,8 +149,9 @@ def zero_redundancy(
                 f"zero_redundancy(specs=) leaves the gather and the state to the compiler, which has no {name}=: leave "
                 "it out, or specs= on a mesh without further axes"
             )
-        options = {"reducer": reducer, "stage": stage, "master_dtype": master_dtype, "axis": axis}
-        return placed_zero(with_extra_args(inner), specs=specs, **options)
+        return placed_zero(
+            with_extra_args(inner), reducer=reducer, specs=specs, stage=stage, master_dtype=master_dtype, axis=axis
+        )
     if reducer is None:
         gradients = _Gradients(lambda params: (), partial(_shards_of_means, axis))
     else:

@@ -153,9 +153,10 @@ def _run_own_step(chosen: PlanOptions, console: Console, target: str, chip: cost
     _hide_accelerators()
     make = parse.parse_step(step)
     picture = path_in(chosen.out, "plan.png")
-    options = {"chip": chip, "axes": axes, "num_slices": chosen.slices, "compiler_options": flags or None}
     with show_compiling(console, f"for {target}"):
-        found = planning_step.plan_step(target, step, make, **options)
+        found = planning_step.plan_step(
+            target, step, make, chip=chip, axes=axes, num_slices=chosen.slices, compiler_options=flags or None
+        )
     mesh = "" if chosen.axes is None else f", {chosen.axes}"
     title = f"{step}, on {found.devices} {found.chip.name} ({found.target}{mesh})"
     console.print(title, style="bold", highlight=False)
