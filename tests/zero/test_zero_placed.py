@@ -157,7 +157,7 @@ def test_a_step_without_examples_changes_nothing():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"stage": 4}, "stage must be 1 or 2, got 4"),
+        ({"stage": 3, "specs": None}, "stage must be 1 or 2, got 3; .* use zero.gathered, or specs= under plain jit"),
         ({"compressor": jd.compressors.int8()}, "which has no compressor=: leave it out"),
         ({"state_compressor": jd.compressors.dynamic_fp8(block=8)}, "which has no state_compressor="),
         ({"reducer": None}, "reducer=None takes means: under plain jit zero.zero_shardings"),
