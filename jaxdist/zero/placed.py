@@ -40,7 +40,7 @@ class _PlacedZero(NamedTuple):
         optimized = jax.tree.map(lambda x: jnp.array(x, self.master_dtype or x.dtype), params)
         inner = self.inner.init(optimized)
         check_inner(inner)
-        averaged = self.averaged.init(params)
+        averaged: Any = self.averaged.init(params)
         master = () if self.master_dtype is None else optimized
         return ZeroState(inner, master, averaged.empty, averaged.reducer, ())
 
@@ -71,6 +71,7 @@ class _PlacedZero(NamedTuple):
         with jax.named_scope("zero_redundancy"):
             # g = reduce_scatter(g_w), in the codes of the reducer.
             given, weights = AllReduceState(state.reducer, state.empty), {"examples": examples, "active": active}
+            reduced: Any
             means, reduced = self.averaged.update(updates, given, params, **weights, **extra_args)
             specs = expand_specs(self.specs, means)
             # u, s = inner(g, s, θ_shard). The constraints keep the compiler from updating whole arrays everywhere.

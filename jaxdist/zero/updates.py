@@ -136,13 +136,13 @@ def _gather_encoded_params(
     _, full = _exchange(owed, [p.shape for p in leaves if not is_mark(p)], state, compressor, comm)
     decoded = iter(full)
 
-    def difference(x: Array, p: Any) -> Any:
+    def complete_leaf(x: Array, p: Any) -> Any:
         if is_mark(p):
             return _difference_of_shards(x, p)
         update = next(decoded)
         return jnp.where(some, update, jnp.zeros_like(update))
 
-    updates = tree.unflatten([difference(x, p) for x, p in pairs])
+    updates = tree.unflatten([complete_leaf(x, p) for x, p in pairs])
     return updates, master, state._replace(count=next_count(state.count))
 
 
