@@ -72,7 +72,7 @@ class Planned(NamedTuple):
     target: str
     devices: int
     chip: Chip
-    parameters: int  # the size of the model
+    parameters: int  # the size of the model; 0 if it is not known
     fits: bool  # true if the program fits the memory of a device
     device_bytes: Mapping[str, float]  # bytes on each device, by purpose
     host_bytes: Mapping[str, float]  # bytes in host memory for each device, by purpose
@@ -83,6 +83,7 @@ class Planned(NamedTuple):
     wire_bytes: float = math.nan
     collectives: tuple[CollectiveUse, ...] = ()  # the collectives of the step that sends most
     links: tuple[LinkUse, ...] = ()  # their use of each class of links
+    across: Mapping[str, float] = {}  # bytes that one device sends across axes of the mesh, of a step of one's own
     seconds: float = math.nan  # the step, on average if steps differ; at best, unless the chip was measured
     compute_seconds: float = math.nan  # computation in it
     exposed_seconds: float = math.nan  # waiting for collectives, on average
@@ -128,13 +129,18 @@ def describe_chip(
     return Chip(OWN, changed["flops"], changed["memory"], changed["bandwidth"], 32e9)
 
 
-def mesh_of(target: str, num_slices: int = 1) -> tuple[Chip, jax.sharding.Mesh]:
-    """The chip of a target such as `"v5e:16x16"` or `"h100:4x8"`, and a mesh with one axis over its devices."""
+def mesh_of(target: str, num_slices: int = 1, axes: Mapping[str, int] | None = None) -> tuple[Chip, jax.sharding.Mesh]:
+    """The chip of a target such as `"v5e:16x16"` or `"h100:4x8"`, and a mesh over its devices, by default of one axis.
+
+    `axes` are those of the mesh, slow links first.
+    """
     name = check_target(target, num_slices)
     if name == OWN:
-        return cost.CHIPS[STAND_IN], pods.gpu(target.replace(OWN, STAND_IN, 1))
+        return cost.CHIPS[STAND_IN], pods.gpu(target.replace(OWN, STAND_IN, 1), axes)
     if name in pods.GPUS:
-        return cost.CHIPS[name], pods.gpu(target)
+        return cost.CHIPS[name], pods.gpu(target, axes)
+    if axes is not None:
+        return cost.CHIPS[name], pods.tpu(target, axes, num_slices=num_slices)
     devices = pods.tpu(target, num_slices=num_slices).devices.reshape(-1)
     return cost.CHIPS[name], jax.sharding.Mesh(devices, (AXIS,))
 
@@ -168,12 +174,10 @@ def plan(
     traced = _trace(worker, workload.batch(0, 0, batch_size), mesh)
     known = {"target": target if num_slices == 1 else f"{num_slices} x {target}", "devices": mesh.size, "chip": chip}
     known |= {"parameters": parameters_of(workload)}
-    moved, waited, notes = 0.0, 0.0, ()
-    if chip.name == OWN:
-        notes = (STOOD_IN,)
+    moved, waited, notes = 0.0, 0.0, notes_of(chip)
     try:
         if offload is None or offload.folder is not None:
-            compiled = _compile(traced.lower(), target, compiler_options)
+            compiled = compile_for(target, traced.lower(), compiler_options)
         else:
             compiled = _compile_on_host(traced, target, compiler_options, mesh)
         if compiled is None:
@@ -182,22 +186,22 @@ def plan(
             waited = sum(transfers(traced.step, traced.state, traced.batch)) / chip.host_bandwidth
             notes = (*notes, NO_HOST.format(target=target))
             plain = _trace(one_worker(workload, method, axis=AXIS), workload.batch(0, 0, batch_size), mesh)
-            compiled = _compile(plain.lower(), target, compiler_options)
-    except _OutOfMemoryError as error:
+            compiled = compile_for(target, plain.lower(), compiler_options)
+    except OutOfMemoryError as error:
         seconds = time.perf_counter() - start
         return _plan_refused(str(error), known, traced.bytes, method, offload, seconds)._replace(warnings=notes)
     used = memory(compiled)
     peak = float(used.peak) - moved
     places = cost.of_mesh(compiled_for.name, mesh)._replace(chip=chip)
-    timed = _time(compiled, places, method.sync_period or 1, waited)
+    timed = time_of(compiled, places, method.sync_period or 1, waited)
     # Donated arguments are the outputs: only temporary buffers come on top.
     device = traced.bytes["device"] | {"temporaries": float(used.temporary)}
     host = traced.bytes[HOST] | {"temporaries": float(used.host_temporary)}
     found = Planned(
         **known,
         fits=peak <= chip.memory,
-        device_bytes=_drop_zeros(device),
-        host_bytes=_drop_zeros(host),
+        device_bytes=drop_zeros(device),
+        host_bytes=drop_zeros(host),
         peak=peak,
         advice=(),
         compile_seconds=time.perf_counter() - start,
@@ -206,6 +210,11 @@ def plan(
     exposed = found.exposed_seconds / found.seconds if found.seconds else 0.0
     advice = advise(device, chip, method, offload, found.fits, devices=mesh.size, exposed=exposed)
     return found._replace(advice=advice, warnings=(*found.warnings, *notes))
+
+
+def notes_of(chip: Chip) -> tuple[str, ...]:
+    """What a reader must know of the chip that a plan is for."""
+    return (STOOD_IN,) if chip.name == OWN else ()
 
 
 class _Traced(NamedTuple):
@@ -227,7 +236,7 @@ def _trace(worker: OneWorker, rows: Any, mesh: jax.sharding.Mesh) -> _Traced:
     return _Traced(distribute(worker.step, mesh, axis=AXIS), state, batch, _argument_bytes(state, batch))
 
 
-class _OutOfMemoryError(Exception):
+class OutOfMemoryError(Exception):
     """The compiler refused a program that does not fit."""
 
 
@@ -235,20 +244,29 @@ class _CompilerError(ValueError):
     """The compiler failed."""
 
 
-def _compile(
-    lowered: jax.stages.Lowered, target: str, compiler_options: Mapping[str, Any] | None
+def compile_for(
+    target: str,
+    lowered: jax.stages.Lowered,
+    compiler_options: Mapping[str, Any] | None = None,
+    *,
+    advice: str = "try another --reducer, --zero or --offload to find the part that it does not take",
 ) -> jax.stages.Compiled:
+    """Compiles a step for a target; raises ValueError with the advice if the compiler fails.
+
+    Raises:
+      OutOfMemoryError: the program does not fit.
+    """
     try:
         return lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
     except Exception as error:
         # What a plugin raises differs between plugins and versions.
         if compiler_options and "INVALID_ARGUMENT" in str(error):
-            raise ValueError(f"--xla: {_shorten(error)}") from error
+            raise ValueError(f"--xla: {shorten(error)}") from error
         if "RESOURCE_EXHAUSTED" in str(error):
-            raise _OutOfMemoryError(str(error)) from error
+            raise OutOfMemoryError(str(error)) from error
         raise _CompilerError(
-            f"the compiler of {target} failed: {_shorten(error)}; try another --reducer, --zero or --offload to find "
-            "the part that it does not take, or other versions of jax and its plugin. JAXDIST_TRACEBACK=1 shows all"
+            f"the compiler of {target} failed: {shorten(error)}; {advice}, or other versions of jax and its plugin. "
+            "JAXDIST_TRACEBACK=1 shows all"
         ) from error
 
 
@@ -259,7 +277,7 @@ def _compile_on_host(
     if not _has_host_memory(mesh):
         return None
     try:
-        return _compile(traced.lower(), target, compiler_options)
+        return compile_for(target, traced.lower(), compiler_options)
     except _CompilerError:
         return None
 
@@ -273,13 +291,13 @@ def _has_host_memory(mesh: jax.sharding.Mesh) -> bool:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind=HOST).memory_kind == HOST
 
 
-def _shorten(error: Exception, length: int = 300) -> str:
+def shorten(error: Exception, length: int = 300) -> str:
     """The beginning of a message, in one line: those of compilers list whole programs."""
     line = " ".join((str(error) or type(error).__name__).split())
     return line if len(line) <= length else f"{line[:length]}..."
 
 
-def _time(compiled: jax.stages.Compiled, cluster: cost.Cluster, period: int, waited: float) -> dict[str, Any]:
+def time_of(compiled: jax.stages.Compiled, cluster: cost.Cluster, period: int, waited: float = 0.0) -> dict[str, Any]:
     """The fields of `Planned` for communication and time; `waited` seconds in each step are not in the program."""
     # One step of a round takes the branch that sends most, the others the one that sends least.
     most = overlap(compiled, cluster, branch="max")
@@ -302,17 +320,22 @@ def _argument_bytes(state: Any, batch: Any) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {"device": defaultdict(float), HOST: defaultdict(float)}
     for name, tree in (("parameters", state.params), ("optimizer state", state.opt_state), ("batch", batch)):
         for marks, _, leaf in flatten_marks(tree):
-            # Typed keys have no item size; they are made of 32-bit words.
-            itemsize = leaf.dtype.itemsize if hasattr(leaf.dtype, "itemsize") else np.dtype(np.uint32).itemsize
-            size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
+            size = shard_bytes(leaf)
             # By its mark: the description of a GPU has no host memory, and the sharding forgets that of the array.
             place = HOST if any(isinstance(mark, OnHost) for mark in marks) else "device"
-            # Bytes of one device: a sharded leaf counts as its shard.
-            found[place][name] += float(size)
+            found[place][name] += size
     return found
 
 
-def _drop_zeros(sizes: Mapping[str, float]) -> dict[str, float]:
+def shard_bytes(leaf: Any) -> float:
+    """The bytes of an array on one device, of which a sharded one has its shard."""
+    # Typed keys have no item size; they are made of 32-bit words.
+    itemsize = leaf.dtype.itemsize if hasattr(leaf.dtype, "itemsize") else np.dtype(np.uint32).itemsize
+    sharding = getattr(leaf, "sharding", None)
+    return float(math.prod(leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)) * itemsize)
+
+
+def drop_zeros(sizes: Mapping[str, float]) -> dict[str, float]:
     return {name: float(size) for name, size in sizes.items() if size > 0}
 
 
@@ -327,22 +350,27 @@ def _plan_refused(
     """The plan of a program that the compiler refused because it does not fit."""
     # The arguments are known without the compiler: a lower bound.
     total = sum(arguments["device"].values())
-    peak = total
-    # The TPU compiler says how much it would have used, in all or for temporaries; other messages do not.
-    if found := _USED.search(message):
-        peak = float(found.group(1)) * _UNITS[found.group(2)]
-    elif found := _TEMPORARIES.search(message):
-        peak = total + float(found.group(1)) * _UNITS[found.group(2)]
+    peak = peak_of(message, total)
     device = arguments["device"] | {"temporaries": max(0.0, peak - total)}
     return Planned(
         **known,
         fits=False,
-        device_bytes=_drop_zeros(device),
-        host_bytes=_drop_zeros(arguments[HOST]),
+        device_bytes=drop_zeros(device),
+        host_bytes=drop_zeros(arguments[HOST]),
         peak=peak,
         advice=advise(device, known["chip"], method, offload, False, devices=known["devices"]),
         compile_seconds=compile_seconds,
     )
+
+
+def peak_of(message: str, arguments: float) -> float:
+    """The memory that a program which does not fit needs, if the compiler says it; else that of its arguments."""
+    # The TPU compiler says how much it would have used, in all or for temporaries; other messages do not.
+    if found := _USED.search(message):
+        return float(found.group(1)) * _UNITS[found.group(2)]
+    if found := _TEMPORARIES.search(message):
+        return arguments + float(found.group(1)) * _UNITS[found.group(2)]
+    return arguments
 
 
 def _group_collectives(found: Overlap) -> tuple[CollectiveUse, ...]:

@@ -144,6 +144,7 @@ def abstract(
     mesh: Mesh,
     *,
     axis: AxisNames = "data",
+    specs: PyTree | None = None,
     batch_specs: PyTree | None = None,
 ) -> tuple[State, PyTree]:
     """Returns the arguments of a distributed step as shapes with shardings, for `step.lower`; allocates nothing.
@@ -153,6 +154,7 @@ def abstract(
       batch: the whole batch of all workers, arrays or shapes.
       mesh: the mesh, of devices or of `tpu` or `gpu`.
       axis: the axis or axes of the workers.
+      specs: as for `init_state`.
       batch_specs: as for `distribute`.
 
     Examples:
@@ -164,16 +166,18 @@ def abstract(
       ((1, 3), ('data',))
     """
     workers(mesh, axis)
-    shapes = jax.eval_shape(lambda: init_state(make_state, dict(mesh.shape), axis=axis))
-    state = jax.tree.map(_with_sharding, shapes, shardings(shapes, mesh, axis=axis))
+    # As `init_state` does: a reducer on shards reads the sizes of the axes.
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda: init_state(make_state, dict(mesh.shape), axis=axis))
+    state = jax.tree.map(_with_sharding, shapes, shardings(shapes, mesh, axis=axis, specs=specs))
     axes = axis_tuple(axis)
-    specs = PartitionSpec(axes[0] if len(axes) == 1 else axes) if batch_specs is None else batch_specs
+    rows = PartitionSpec(axes[0] if len(axes) == 1 else axes) if batch_specs is None else batch_specs
 
     def place(spec: PartitionSpec, part: PyTree) -> PyTree:
         return jax.tree.map(lambda x: _with_sharding(x, NamedSharding(mesh, spec)), part)
 
     # A spec may apply to a whole part of the batch.
-    return state, jax.tree.map(place, specs, batch, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return state, jax.tree.map(place, rows, batch, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def plan(
@@ -183,6 +187,7 @@ def plan(
     mesh: Mesh,
     *,
     axis: AxisNames = "data",
+    specs: PyTree | None = None,
     batch_specs: PyTree | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -194,6 +199,7 @@ def plan(
       batch: as for `abstract`.
       mesh: the mesh that `step` was distributed over.
       axis: the axis or axes of the workers.
+      specs: as for `init_state`.
       batch_specs: as for `distribute`.
       compiler_options: flags of XLA for this compilation, as in `{"xla_gpu_enable_latency_hiding_scheduler": True}`.
 
@@ -208,7 +214,7 @@ def plan(
       >>> pods.plan(step, lambda: jnp.zeros(()), jax.ShapeDtypeStruct((64, 4), jnp.float32), mesh).memory.arguments
       1028
     """
-    lowered = step.lower(*abstract(make_state, batch, mesh, axis=axis, batch_specs=batch_specs))
+    lowered = step.lower(*abstract(make_state, batch, mesh, axis=axis, specs=specs, batch_specs=batch_specs))
     compiled = lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
     return Plan(memory(compiled), collectives(compiled), compiled)
 

@@ -11,8 +11,8 @@ from .._core.checks import check_count, check_range
 from .._core.types import AxisNames, Number
 from ..analysis.base import Collective, Collectives, dtype_name, spell_loops, summarize, table
 from ..analysis.collectives import collectives
+from ..analysis.crossing import crossing
 from ..analysis.hlo_reader import Program, bits_of
-from ..state.marks import axis_tuple
 
 KINDS = {
     "all_reduce_bytes": ("all-reduce",),
@@ -148,25 +148,9 @@ def _check(
 
 
 def _crossing(mesh: Mesh | AbstractMesh | None, axis: AxisNames) -> Callable[[Collective], bool]:
-    """Returns whether a collective has a group of workers that differ in their place along the axis."""
     if (mesh is None) != (axis is None):
         raise ValueError("mesh and axis go together, as in mesh=mesh, axis='data'")
-    if mesh is None or axis is None:
-        return lambda op: True
-    names = axis_tuple(axis)
-    if absent := [name for name in names if name not in mesh.axis_names]:
-        raise ValueError(f"the mesh has no axis {absent[0]!r}, its axes are {', '.join(map(str, mesh.axis_names))}")
-    sizes = tuple(mesh.shape.values())
-    places = np.indices(sizes).reshape(len(sizes), -1)[[mesh.axis_names.index(name) for name in names]]
-
-    def crosses(op: Collective) -> bool:
-        # Groups that the text does not state are of all devices.
-        groups = op.replica_groups if op.replica_groups is not None else (tuple(range(places.shape[1])),)
-        if max((member for group in groups for member in group), default=0) >= places.shape[1]:
-            raise ValueError(f"the program runs on more than the {places.shape[1]} devices of the mesh: pass its own")
-        return any(len(np.unique(places[:, list(group)], axis=1).T) > 1 for group in groups)
-
-    return crosses
+    return (lambda op: True) if mesh is None else crossing(mesh, axis)
 
 
 def _check_kind(kinds: Sequence[str], limit: float, seen: Sequence[Collective], spare: int) -> list[str]:

@@ -20,6 +20,7 @@ from ..state.placement import check_placed
 from .local_value_and_grad import local_value_and_grad
 
 PAGE = "docs/how-to/keep-your-shardings.md"
+WEIGHTS = ("active", "examples")
 
 
 def per_worker_value_and_grad(
@@ -263,13 +264,12 @@ def map_update(
     averages: bool = True,
 ) -> tuple[Updates, State]:
     """Maps an update over the workers. Its updates are equal on all of them, or each worker's own, and then marked."""
-    if weights := {"examples", "active"} & {name for name, x in extra_args.items() if x is not None}:
-        raise ValueError(
-            f"{min(weights)}= is the number of one worker, and under plain jit there are those of all: weigh the loss, "
-            "or run the step with distribute"
-        )
+    mesh = jax.sharding.get_abstract_mesh()
+    given = [name for name in WEIGHTS if extra_args.get(name) is not None]
+    weights = {name: _weights_of_all(mesh, names, name, extra_args[name]) for name in given}
+    others = {name: x for name, x in extra_args.items() if name not in weights}
     # A state that `jax.jit(tx.init)` made, as plain JAX does, lacks the workers' dimension.
-    check_placed(state, jax.sharding.get_abstract_mesh(), names)
+    check_placed(state, mesh, names)
     view = view_of(state, names)
     specs = jax.tree.structure(state).unflatten(view.specs)
     over_workers = PartitionSpec(spec_entry(names))
@@ -278,10 +278,11 @@ def map_update(
     if scattered is not None:
         of_updates = expand_specs(scattered, local)
 
-    def update_one(updates, state, params, extra_args):
+    def update_one(updates, state, params, weights, others):
         leaves, structure = jax.tree.flatten(state)
         own = structure.unflatten([*map(jnp.squeeze, leaves, view.dimensions)])
-        out, new = tx.update(jax.tree.map(lambda g: g[0], updates), own, params, **extra_args)
+        updates, weights = jax.tree.map(lambda x: x[0], (updates, weights))
+        out, new = tx.update(updates, own, params, **weights, **others)
         leaves, structure = jax.tree.flatten(new)
         out = out if averages else jax.tree.map(lambda g: g[None], out)
         return out, structure.unflatten([*map(jnp.expand_dims, leaves, view.dimensions)])
@@ -289,14 +290,26 @@ def map_update(
     mapped = shard_map(
         update_one,
         mesh=None,
-        in_specs=(over_workers, specs, PartitionSpec(), PartitionSpec()),
+        in_specs=(over_workers, specs, PartitionSpec(), over_workers, PartitionSpec()),
         out_specs=(of_updates, specs),
         axis_names=set(names),
         check_vma=True,
     )
     # Of scattered parameters a map would gather the others' parts, and `all_reduce` needs none.
-    out, state = mapped(local, state, params if scattered is None else None, extra_args)
+    out, state = mapped(local, state, params if scattered is None else None, weights, others)
     return out if averages else jax.tree.map(lambda g: PerWorker(g, axis=names), out), state
+
+
+def _weights_of_all(mesh: AbstractMesh, names: tuple[str, ...], name: str, x: Any) -> Array:
+    """`[W]`: the numbers of all workers, one on each."""
+    x = jnp.asarray(x.value if isinstance(x, PerWorker) else x)
+    count = math.prod(mesh.shape[axis] for axis in names)
+    if x.shape != (count,):
+        raise ValueError(
+            f"under plain jit {name}= has one number for each of the {count} workers of axis {spec_entry(names)!r}, "
+            f"[{count}], but its shape is {x.shape}: the number of one worker alone is for a step of distribute"
+        )
+    return jax.reshard(x, PartitionSpec(spec_entry(names))) if AxisType.Explicit in mesh.axis_types else x
 
 
 def _name_first(scattered: PyTree) -> str:

@@ -119,7 +119,7 @@ def _gather_params(
     rounded = [(x.astype(p.dtype), p) for x, p in zip(moved, leaves, strict=True) if not is_mark(p)]
     gathered = iter(gather([x for x, _ in rounded], [p for _, p in rounded], comm))
     updates = [
-        _difference_of_shards(x, p) if is_mark(p) else _difference(next(gathered), p)
+        _difference_of_shards(x, p) if is_mark(p) else difference(next(gathered), p)
         for x, p in zip(moved, leaves, strict=True)
     ]
     return tree.unflatten(updates), master, state
@@ -132,17 +132,17 @@ def _gather_encoded_params(
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
     pairs = list(zip(moved, leaves, strict=True))
     # master - params contains all earlier compression errors, so no residual is kept.
-    owed = [_difference(x, shard_of(p, comm)) for x, p in pairs if not is_mark(p)]
+    owed = [difference(x, shard_of(p, comm)) for x, p in pairs if not is_mark(p)]
     _, full = _exchange(owed, [p.shape for p in leaves if not is_mark(p)], state, compressor, comm)
     decoded = iter(full)
 
-    def difference(x: Array, p: Any) -> Any:
+    def complete_leaf(x: Array, p: Any) -> Any:
         if is_mark(p):
             return _difference_of_shards(x, p)
         update = next(decoded)
         return jnp.where(some, update, jnp.zeros_like(update))
 
-    updates = tree.unflatten([difference(x, p) for x, p in pairs])
+    updates = tree.unflatten([complete_leaf(x, p) for x, p in pairs])
     return updates, master, state._replace(count=next_count(state.count))
 
 
@@ -198,10 +198,10 @@ def _complete(found: list, params: list, gathered: dict[int, Array], comm: Comm)
 
 
 def _difference_of_shards(new: Array, old: Any) -> Any:
-    return with_value(old, _difference(new.astype(old.value.dtype), old.value))
+    return with_value(old, difference(new.astype(old.value.dtype), old.value))
 
 
-def _difference(new: Array, old: Array) -> Array:
-    # In float32, unlike other updates: added to a bfloat16 parameter it gives the new one exactly.
+def difference(new: Array, old: Array) -> Array:
+    """The update that makes of the old parameter the new one: in float32, where a bfloat16 sum is then exact."""
     wide = working_dtype(old.dtype)
     return new.astype(wide) - old.astype(wide)

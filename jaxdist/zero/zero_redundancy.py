@@ -14,7 +14,7 @@ import optax
 from .._core.checks import NO_PARAMS
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
-from .._core.types import Array, AxisNames, Flag, Int, PyTree, State, Updates
+from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.compressor import Compressor
@@ -32,6 +32,7 @@ from ..wire.buffers import MULTIPLE
 from ..wire.shards import shard_of
 from .checks import check_inner, check_means, check_replicated, check_sharding
 from .parts import as_parts, on_parts
+from .placed import placed_zero
 from .shards import (
     StateCodec,
     buckets_of,
@@ -42,6 +43,7 @@ from .shards import (
     shard_for_one_worker,
     unshard_for_one_worker,
 )
+from .state import ZeroState
 from .updates import (
     Delivery,
     deliver_encoded_params,
@@ -59,26 +61,6 @@ ALREADY_REDUCED = (
 )
 
 
-class ZeroState(NamedTuple):
-    """The state that this worker keeps for its shard of the model.
-
-    `inner`: the optimizer's state; arrays shaped like a parameter are `Sharded`, all others replicated. `master`: the
-    parameters in higher precision, `Sharded`, or `()`. `empty` counts the steps without any example (replicated).
-    `reducer`: the gradient reducer's state, one for each bucket. `coded`: the state of the compressed gather, or `()`.
-    """
-
-    inner: State
-    master: PyTree
-    empty: Int[Array, ""]
-    reducer: State
-    coded: State
-
-    @property
-    def communicates(self) -> bool:
-        """Whether it averages gradients of replicated parameters, as it does unless made with `reducer=None`."""
-        return self.reducer != ()
-
-
 class _Gradients(NamedTuple):
     """How gradients become this worker's shards of their mean.
 
@@ -93,35 +75,38 @@ class _Gradients(NamedTuple):
 def zero_redundancy(
     inner: optax.GradientTransformation,
     *,
-    stage: Literal[1, 2] = 1,
+    stage: Literal[1, 2, 3] = 1,
     reducer: Reducer | None = EXACT,
     compressor: Compressor | None = None,
     master_dtype: Any | None = None,
     state_compressor: Compressor | None = None,
     axis: AxisNames = "data",
+    specs: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Shards the optimizer's state over the workers: each updates its shard of the parameters, and all gather updates.
 
-    `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_shard)`, `updates = all_gather(u)`, with the results that `inner`
-    has on whole arrays. It replaces `all_reduce`. Of equal products of matrices (Muon) each worker computes `1/W`.
+    `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_shard)`, `updates = all_gather(u)`, as `inner` has them on whole
+    arrays. It replaces `all_reduce`.
 
-    *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes (padded); with
+    *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes; with
     `examples` four bytes more; for products of matrices `(W-1)/W² · 4n` more; with compression `(W-1)` times the
     payload of `n/W` entries, each way.
 
-    *State*: sharded, all of `inner`'s that is shaped like the parameters, and master parameters; with `compressor` and
-    no masters a float32 residual; the reducer's own.
+    *State*: sharded, what `inner` has of the parameters' shape, and masters; with `compressor` and no masters a float32
+    residual; the reducer's own.
 
     Args:
-      inner: any optimizer or chain, with clipping. Extra arguments must be equal on all workers.
-      stage: 1: one collective for all gradients, one for all updates. 2: one for each 25 MiB, saving memory.
+      inner: any optimizer or chain. Extra arguments must be equal on all workers.
+      stage: 1: one collective for all gradients, one for all updates. 2: one for each 25 MiB.
       reducer: averages gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`. `None`: they are means,
         and only updates are sent.
       compressor: compresses the updates.
-      master_dtype: `jnp.float32` keeps and updates the parameters in it.
+      master_dtype: of masters, such as `jnp.float32`.
       state_compressor: compresses the shards of large arrays between steps, as `quantized_state`: for Adam
         `compressors.dynamic_fp8(block=8)` takes `2.25 / W` instead of `8 / W` bytes a parameter.
       axis: the mesh axis of the workers.
+      specs: under plain `jit`, a tree of `PartitionSpec`, as `P("data", "model")`, that shards gradients and state; in
+        stage 3 parameters too.
 
     Returns:
       A transformation for local gradients; `update` needs `params`, takes `examples=` and `active=` as `all_reduce`,
@@ -130,8 +115,9 @@ def zero_redundancy(
     Raises:
       ValueError: `stage` is unknown; `inner` is `offload.host`, `quantized_state`, `dpsgd` or `lookahead`; shards cut
         blocks of `state_compressor`; the reducer has no reduce-scatter form; `compressor` states neither contraction
-        nor variance. At trace time: as `all_reduce`; `params` are missing, differ between workers (or an extra argument
-        does), or are sharded otherwise than by `zero.shard`; `moved` with `compressor` and `master_dtype`.
+        nor variance. At trace time: as `all_reduce`; `params` or extra arguments differ between workers; `params` are
+        missing, or sharded otherwise than by `zero.shard`; `moved` with `compressor` and `master_dtype`; `specs` in a
+        map.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -151,8 +137,21 @@ def zero_redundancy(
       arXiv:2004.13336, 2020. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
       Training", arXiv:2306.10209, 2023.
     """
-    if stage not in (1, 2):
-        raise ValueError(f"stage must be 1 or 2, got {stage}; to shard the parameters too (stage 3), use zero.gathered")
+    if stage not in (1, 2) and (specs is None or stage != 3):
+        raise ValueError(
+            f"stage must be 1 or 2, got {stage}; to shard the parameters too (stage 3), use zero.gathered, or specs= "
+            "under plain jit"
+        )
+    if specs is not None:
+        if compressor is not None or state_compressor is not None:
+            name = "state_compressor" if compressor is None else "compressor"
+            raise ValueError(
+                f"zero_redundancy(specs=) leaves the gather and the state to the compiler, which has no {name}=: leave "
+                "it out, or specs= on a mesh without further axes"
+            )
+        return placed_zero(
+            with_extra_args(inner), reducer=reducer, specs=specs, stage=stage, master_dtype=master_dtype, axis=axis
+        )
     if reducer is None:
         gradients = _Gradients(lambda params: (), partial(_shards_of_means, axis))
     else:
@@ -210,7 +209,7 @@ class _ZeroRedundancy(NamedTuple):
         if params is None:
             raise ValueError(NO_PARAMS)
         comm, given = over(self.axis), (updates, state)
-        refuse_model_axes("zero_redundancy", "use zero.zero_shardings with plain jit")
+        refuse_model_axes("zero_redundancy", "use zero_redundancy(specs=) under plain jit")
         updates, state, params = shard_for_one_worker((updates, state, params), self.axis)
         with jax.named_scope("zero_redundancy"):
             # Gradients of `Sharded` parameters (stage 3) are sharded and averaged already.

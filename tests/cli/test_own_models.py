@@ -161,7 +161,7 @@ def test_the_reference_advises(folder, capsys):
 def test_the_reference_plans(folder, monkeypatch, capsys):
     """With the compiler of this machine in the place of the target's."""
     mesh = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
-    monkeypatch.setattr(planning.pods, "gpu", lambda target: mesh)
+    monkeypatch.setattr(planning.pods, "gpu", lambda target, axes: mesh)
     assert cli.main(commands()["plan"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "my_model:make:4096, 69,632 parameters, on 1 rtx4090" in said

@@ -224,7 +224,7 @@ def test_any_chip(monkeypatch, workload):
     """Its figures decide what fits, how long a step takes and what is advised; the compiler is that of a named one."""
     mesh = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
     asked = []
-    monkeypatch.setattr(planning.pods, "gpu", lambda target: asked.append(target) or mesh)
+    monkeypatch.setattr(planning.pods, "gpu", lambda target, axes: asked.append(target) or mesh)
     method = parse.parse_method("exact", "adam:1e-3")
     chip = planning.describe_chip("gpu:1x1", memory=24e9, flops=165e12, bandwidth=1e12)
     found = planning.plan("gpu:1x1", workload, method, chip=chip)

@@ -19,6 +19,7 @@ from paths import REPOSITORY
 pytestmark = pytest.mark.slow
 in_browser = pytest.mark.skipif(find_chromium() is None, reason="Chromium is not installed")
 
+GITHUB = "https://github.com/owner/jaxdist"
 # What newcomers look for, and the page that they need.
 SEARCHES = {
     "nnx": "how-to/use-flax/",
@@ -49,10 +50,11 @@ BROKEN_IMAGES = """[...document.images]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The site, built once and strictly."""
+    """The site, built once and strictly, with the links to its repository that it is published with."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=900, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    settings = {"NO_MKDOCS_2_WARNING": "1", "JAXDIST_REPOSITORY": GITHUB}
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=900, env=os.environ | settings)
     return folder
 
 
@@ -98,6 +100,19 @@ def test_pages_of_the_reference_can_be_read_in_one_go(site):
     found = {page.parent.name: count_words(page) for page in site.glob("reference/*/index.html")}
     assert len(found) > 40
     assert {name: words for name, words in found.items() if words > 4000} == {}, "divide the page by method"
+
+
+@in_browser
+def test_a_page_loads_nothing_from_other_servers(site, address, browser):
+    """Nor the stars from GitHub, for which the theme asks where a site has a repository."""
+    assert f'<a href="{GITHUB}" title="Go to repository" class="md-source">' in (site / "index.html").read_text()
+    browser.show_as(1280)
+    browser.requests.clear()
+    for name in LOOKED_AT:
+        browser.forget(address)
+        browser.open(f"{address}/{name}")
+    assert len(browser.requests) > len(LOOKED_AT)
+    assert [asked for asked in browser.requests if not asked.startswith((address, "about:", "data:"))] == []
 
 
 @in_browser

@@ -36,6 +36,7 @@ class Page:
         self._commands, self._answers, self._timeout = commands, answers, timeout
         self._buffer, self._number, self._session = b"", 0, None
         self.complaints: list[str] = []
+        self.requests: list[str] = []  # the addresses of all that pages have asked for
         target = self._send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -53,6 +54,8 @@ class Page:
         is_error = called == "Runtime.consoleAPICalled" and decoded["params"]["type"] in ("error", "assert")
         if called in COMPLAINTS or is_error:
             self.complaints.append(json.dumps(decoded["params"]))
+        if called == "Network.requestWillBeSent":
+            self.requests.append(decoded["params"]["request"]["url"])
         return decoded
 
     def _send(self, method: str, **params) -> dict:

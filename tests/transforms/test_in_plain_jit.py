@@ -120,6 +120,22 @@ def test_only_the_reducers_bytes_cross_between_slices(kind):
 
 @pytest.mark.slow
 @KINDS
+def test_two_axes_may_shard_one_dimension(kind):
+    """FSDP over both axes of a slice, as MaxText shards: a device still sends its quarter alone."""
+    mesh = make_mesh(kind)
+    specs = SPECS | {"layers": {"up": P(None, ("fsdp", "model")), "down": P(None, None, ("fsdp", "model"))}}
+    tx = make_tx(jd.compressed(jd.compressors.cast(jnp.float16)), specs=specs)
+    with jax.set_mesh(mesh):
+        state = jd.init_state(lambda: (make_params(), tx.init(make_params())), mesh, axis="dcn", specs=specs)
+        step = jax.jit(make_step(tx))
+        program = step.lower(state, batch(mesh)).compile()
+        state, _ = step(state, batch(mesh))
+    assert between_slices(program, mesh) == 2 * ((PARAMETERS - 16) / 4 + 16) + 4
+    assert state[0]["layers"]["up"].sharding.shard_shape((2, 16, 64)) == (2, 4, 64)
+
+
+@pytest.mark.slow
+@KINDS
 def test_the_numbers_are_those_of_distribute(kind):
     mesh = make_mesh(kind)
     reducer = jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0))
@@ -270,7 +286,9 @@ def test_what_needs_another_place_is_refused():
             of_workers(make_params(), jnp.zeros(15, jnp.int32))
         tx = make_tx(jd.exact())
         state, (_, grads) = make_state(tx, make_mesh()), jax.jit(of_workers)(make_params(), batch(make_mesh()))
-        with pytest.raises(ValueError, match="examples= is the number of one worker"):
+        with pytest.raises(
+            ValueError, match=r"examples= has one number for each of the 2 workers of axis 'dcn', \[2\]"
+        ):
             tx.update(grads, state[1], state[0], examples=3)
         with pytest.raises(ValueError, match="some gradients are marked PerWorker and others"):
             tx.update({**grads, "norm": grads["norm"].value}, state[1], state[0])
@@ -290,6 +308,20 @@ def of_slices(params):
 
 
 SMALL = {"w": jnp.ones((4, 4))}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_slices_are_weighted_by_their_examples(kind):
+    """Numbers of all of them, `[2]`; `active=` leaves a slice out, and without any the update is zero."""
+    tx = optax.chain(jd.all_reduce(jd.exact(), axis="dcn"), optax.sgd(1.0))
+    grads = {"w": jd.PerWorker(jnp.stack([SMALL["w"], 3 * SMALL["w"]]), axis=("dcn",))}
+    weights = [({"examples": jnp.array([1, 3])}, 2.5), ({"active": jnp.array([True, False])}, 1.0)]
+    weights += [({"examples": jd.PerWorker(jnp.zeros(2), axis="dcn")}, 0.0)]
+    with jax.set_mesh(make_mesh(kind)):
+        for given, mean in weights:
+            updates, state = jax.jit(tx.update)(grads, tx.init(SMALL), SMALL, **given)
+            np.testing.assert_allclose(updates["w"], -mean * np.ones((4, 4)), rtol=1e-6)
+            assert int(state[0].empty) == (mean == 0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ..._core.checks import check_range
 from ...analysis import Span, cost
-from .. import planning, planning_disk
+from .. import planning, planning_disk, planning_step
 from ..figures import COLORS, GREY, count_bytes, in_bytes, label, new_figure, new_table, open_axes, print_table, write
 from ..models import gpt
 from ..models.base import TrainingMethod, Workload
@@ -28,6 +28,8 @@ from ..tables import Units, count_units
 from ..training.one_worker import check_zero, parse_offload
 
 PARTS = {
+    "arguments": COLORS[1],
+    "outputs": COLORS[2],
     "parameters": COLORS[1],
     "gradients": COLORS[2],
     "optimizer state": COLORS[6],
@@ -36,6 +38,8 @@ PARTS = {
     "batch": COLORS[3],
     "temporaries": "#B8B8B8",
 }
+# What --step brings itself.
+OF_TRAINING = ("model", "reducer", "sync", "zero", "offload", "optimizer", "batch")
 # What a good NVMe disk reads and writes in a second.
 DISK_BANDWIDTH = 5e9
 COMPUTE, HIDDEN, EXPOSED, OTHER = COLORS[1], COLORS[3], COLORS[4], COLORS[7]
@@ -51,6 +55,7 @@ class PlanOptions:
       jaxdist plan --target h100:4x8 --model gpt:7b --zero 3 --offload host --batch 64
       jaxdist plan --target rtx4090:1x1 --model gpt:7b --offload host_layers
       jaxdist plan --memory 24GB --flops 165e12 --bandwidth 1TB/s --model my_model:make
+      jaxdist plan --target v5e:4x4 --step my_step:make --axes data=4,fsdp=4
     """
 
     target: Annotated[
@@ -70,6 +75,11 @@ class PlanOptions:
     model: str = "gpt:1b"
     """gpt:SIZE[,key=value...]: 125m, 350m, 1b, 3b, 7b, 13b, 70b, or a size of jaxdist train; gpt:1b,context=4096. Or
     MODULE:FUNCTION of your own."""
+    step: Text = None
+    """MODULE:FUNCTION of your own, in place of --model and the options of training: FUNCTION(mesh) returns a compiled
+    step and its arguments as shapes."""
+    axes: Text = None
+    """With --step, the axes of the mesh, slow links first, as in dcn=2,fsdp=8. Default: data (and slice)."""
     reducer: Text = None
     """Encodes what workers send: see jaxdist reducers. Default: exact."""
     sync: Text = None
@@ -98,17 +108,16 @@ def run_plan(chosen: PlanOptions) -> int:
     console = new_console()
     check_range("--slices", chosen.slices, 1, ends="[]")
     target, chip = _parse_target(chosen)
+    if chosen.step is not None:
+        return _run_own_step(chosen, console, target, chip, chosen.step)
+    if chosen.axes is not None:
+        raise ValueError("--axes is for --step: the step of --model has one axis, data")
     config = None if parse.is_own_model(chosen.model) else _parse_model(chosen.model)
     spelling = parse.join_options(chosen.sync, chosen.zero, chosen.reducer, chosen.optimizer, default="exact")
     # The conditions of a warm-up are those of other steps: with them the step that sends most would send three times.
     method = parse.parse_method(spelling, chosen.optimizer, ANY_STEPS, warm_up=False)
     check_zero(spelling, method)
-    unnamed = [flag for flag in chosen.xla if not flag.partition("=")[0] or "=" not in flag]
-    if unnamed:
-        raise ValueError(
-            f"--xla needs NAME=VALUE, as in xla_gpu_enable_latency_hiding_scheduler=True, got {unnamed[0]!r}"
-        )
-    flags = {name: grammar.parse_literal(value) for name, _, value in (flag.partition("=") for flag in chosen.xla)}
+    flags = _parse_flags(chosen.xla)
     # Before the first use of JAX, which starts its backends.
     _hide_accelerators()
     workload = parse.parse_workload("text", chosen.model)
@@ -130,6 +139,36 @@ def run_plan(chosen: PlanOptions) -> int:
     # A single chip communicates with none, and has a time too.
     if not math.isnan(found.seconds):
         _print_times(console, found, batch * workload.units_per_example, workload.unit)
+    return _finish(console, found, chosen, picture, title)
+
+
+def _run_own_step(chosen: PlanOptions, console: Console, target: str, chip: cost.Chip | None, step: str) -> int:
+    """As `run_plan`, for a step that its author has made of a mesh."""
+    given = [field.name for field in fields(chosen) if getattr(chosen, field.name) != field.default]
+    if others := [name for name in given if name in OF_TRAINING]:
+        raise ValueError(f"--{others[0]} is for the step of --model, and {step} has its own: leave it out")
+    axes = None if chosen.axes is None else parse.parse_axes(chosen.axes)
+    flags = _parse_flags(chosen.xla)
+    # Before the first use of JAX, which starts its backends: the module may be that.
+    _hide_accelerators()
+    make = parse.parse_step(step)
+    picture = path_in(chosen.out, "plan.png")
+    with show_compiling(console, f"for {target}"):
+        found = planning_step.plan_step(
+            target, step, make, chip=chip, axes=axes, num_slices=chosen.slices, compiler_options=flags or None
+        )
+    mesh = "" if chosen.axes is None else f", {chosen.axes}"
+    title = f"{step}, on {found.devices} {found.chip.name} ({found.target}{mesh})"
+    console.print(title, style="bold", highlight=False)
+    _print_memory(console, found)
+    if found.collectives:
+        _print_communication(console, found)
+    if not math.isnan(found.seconds):
+        _print_times(console, found)
+    return _finish(console, found, chosen, picture, title)
+
+
+def _finish(console: Console, found: planning.Planned, chosen: PlanOptions, picture: Path, title: str) -> int:
     for line in found.advice:
         console.print(f"[bold]try[/bold] {line}", highlight=False, markup=True)
     _print_notes(console, found, chosen.offload)
@@ -138,6 +177,16 @@ def run_plan(chosen: PlanOptions) -> int:
     print_paths(console, figure=picture)
     # Scripts can search for the smallest target that fits.
     return 0 if found.fits else 1
+
+
+def _parse_flags(given: Sequence[str]) -> dict[str, Any]:
+    """The flags of the compiler, with their values."""
+    unnamed = [flag for flag in given if not flag.partition("=")[0] or "=" not in flag]
+    if unnamed:
+        raise ValueError(
+            f"--xla needs NAME=VALUE, as in xla_gpu_enable_latency_hiding_scheduler=True, got {unnamed[0]!r}"
+        )
+    return {name: grammar.parse_literal(value) for name, _, value in (flag.partition("=") for flag in given)}
 
 
 def _plan(
@@ -239,9 +288,9 @@ def _print_memory(console: Console, found: planning.Planned) -> None:
     )
 
 
-def _print_communication(console: Console, found: planning.Planned, units: Units) -> None:
+def _print_communication(console: Console, found: planning.Planned, units: Units | None = None) -> None:
     headings = ("workers", "times", "sent", "asynchronous", "takes", "waited for")
-    title = "communication of a step, one worker along the axis data"
+    title = f"communication of a step, {'one device' if units is None else 'one worker along the axis data'}"
     table = new_table("collective", ("dtype", *headings), title=title, title_justify="left")
     table.columns[1].justify = "left"
     for use in found.collectives:
@@ -253,21 +302,26 @@ def _print_communication(console: Console, found: planning.Planned, units: Units
     for link in found.links:
         line = f"over {link.link}: {in_bytes(link.bytes)} of each device, {_duration(link.seconds)}"
         console.print(line, highlight=False)
-    sent = f"in all {in_bytes(found.wire_bytes)} a step, on average"
-    each = f"{units.share(found.wire_bytes)} a {units.name} of its own, sent and as many received"
-    console.print(f"{sent}: {each}\n", highlight=False)
+    for axes, sent in found.across.items():
+        console.print(f"across {axes}: {in_bytes(sent)} of each device", highlight=False)
+    sent = f"in all {in_bytes(found.wire_bytes)} a step"
+    if units is not None:
+        each = f"{units.share(found.wire_bytes)} a {units.name} of its own, sent and as many received"
+        sent = f"{sent}, on average: {each}"
+    console.print(f"{sent}\n", highlight=False)
 
 
-def _print_times(console: Console, found: planning.Planned, units: int, unit: str) -> None:
+def _print_times(console: Console, found: planning.Planned, units: int = 0, unit: str = "") -> None:
     rest = found.seconds - found.compute_seconds - found.exposed_seconds
     host = f", for the host {_duration(rest)}" if rest > 0.005 * found.seconds else ""
+    rate = f"{units / found.seconds:,.0f} {unit}/s, " if units else ""
     note = "Computation as measured on an H100, every link at its full bandwidth."
     if not found.chip.is_measured:
         note = "At best: every operation at its roofline, every link at its full bandwidth."
     console.print(
         f"{_name_of_step(found)} {_duration(found.seconds)}: computation {_duration(found.compute_seconds)}, "
         f"waiting for the network {_duration(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%})"
-        f"{host}; {units / found.seconds:,.0f} {unit}/s, {found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a "
+        f"{host}; {rate}{found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a "
         "device",
         highlight=False,
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import optax
 
 from ... import compressors, reducers
@@ -22,7 +23,7 @@ from ...compressors.compressor import Compressor
 from ...reducers.reducer import Reducer
 from ...transforms.all_reduce import all_reduce
 from ...transforms.common import LearningRate
-from ..models import gpt, own
+from ..models import gpt, own, own_step
 from ..models.base import TrainingMethod, Workload
 from . import grammar, tables
 from .grammar import call, parse_call
@@ -416,6 +417,50 @@ def _import_model(text: str, path: str | Path | None) -> Workload:
         raise ValueError(f"model {text!r}: {spelled.name} is no function; {own.RETURNS}")
     _, values, keywords = parse_call(f"{spelled.name}:{spelled.arguments}")
     return own.own_workload(text, call("model", text, found, values, keywords, hidden=()))
+
+
+def parse_step(text: str) -> Callable[[jax.sharding.Mesh], own_step.OwnStep]:
+    """Imports `MODULE:FUNCTION[:value,key=value...]`; what it returns calls the function with a mesh and these values.
+
+    Raises:
+      ValueError: there is no such function, or it takes no mesh; later, it fails, or returns no step.
+    """
+    spelled = grammar.split_import(text)
+    if spelled is None:
+        raise ValueError(f"--step must be MODULE:FUNCTION, as in my_step:make, got {text!r}; {own_step.RETURNS}")
+    found = grammar.import_name("step", text, spelled, ())
+    if not callable(found):
+        raise ValueError(f"step {text!r}: {spelled.name} is no function; {own_step.RETURNS}")
+    if not own_step.takes_mesh(found):
+        raise ValueError(f"step {text!r}: {spelled.name} has no first argument for the mesh; {own_step.RETURNS}")
+    _, values, keywords = parse_call(f"{spelled.name}:{spelled.arguments}")
+
+    def make(mesh: jax.sharding.Mesh) -> own_step.OwnStep:
+        try:
+            made = call("step", text, functools.partial(found, mesh), values, keywords, hidden=())
+        except ValueError:
+            raise
+        except Exception as problem:
+            raise ValueError(f"step {text!r}: {spelled.name} fails: {own_step.describe(problem)}") from problem
+        return own_step.own_step(text, made, mesh)
+
+    return make
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """Parses the axes of a mesh.
+
+    Examples:
+      >>> parse_axes("dcn=2,fsdp=4")
+      {'dcn': 2, 'fsdp': 4}
+    """
+    axes: dict[str, int] = {}
+    for part in grammar.check_length(text).split(","):
+        name, _, size = (each.strip() for each in part.partition("="))
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in axes:
+            raise ValueError(f"--axes must be names with sizes, slow links first, as in dcn=2,fsdp=4, got {text!r}")
+        axes[name] = int(size)
+    return axes
 
 
 def gpt_config(size: str = "demo", **sizes: int) -> gpt.GPTConfig:

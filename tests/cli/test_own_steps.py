@@ -1,0 +1,193 @@
+"""A step of one's own on the command line: the one of the guide, and what is refused by name."""
+
+import re
+import sys
+
+import jax
+import pytest
+from paths import REPOSITORY
+
+import jaxdist as jd
+from jaxdist._cli import main as cli
+from jaxdist._cli import planning
+from jaxdist.analysis import pods
+
+GUIDE = (REPOSITORY / "docs" / "how-to" / "before-you-rent-a-pod.md").read_text()
+SECTION = GUIDE[GUIDE.index("## Your own step") : GUIDE.index("### From Python")]
+MODULE = """
+import jax, jax.numpy as jnp, jaxdist as jd
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+number = 3
+
+def rows(mesh, sharding=P("data")):
+    return jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, sharding))
+
+def mean(mesh, donated: bool = True):
+    step = lambda state, batch: (state + jax.lax.psum(batch, "data").mean(), {})
+    state, batch = jd.analysis.pods.abstract(lambda: jnp.zeros((1024, 1024)), rows(mesh), mesh)
+    return jd.distribute(step, mesh, donate=donated), state, batch
+
+def no_mesh():
+    pass
+
+def not_jitted(mesh):
+    return lambda state: state, rows(mesh)
+
+def nothing(mesh):
+    pass
+
+def alone(mesh):
+    return (jax.jit(lambda state: state),)
+
+def wrong_count(mesh):
+    return jax.jit(lambda state, batch: state), rows(mesh)
+
+def wrong_shape(mesh):
+    return jax.jit(lambda x: x @ jnp.ones((3, 3))), rows(mesh)
+
+def half(mesh):
+    return jax.jit(lambda x: x + 1), rows(jax.sharding.Mesh(mesh.devices[:2], ("data",)))
+
+def no_shardings(mesh):
+    return jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+def elsewhere(mesh):
+    return jax.jit(lambda x: x + 1), jax.device_put(jnp.ones(3), jax.devices()[-1])
+
+def fails(mesh):
+    return {}["w"]
+
+def refuses(mesh, width: int):
+    raise ValueError(f"width must be even, got {width}")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with modules of its own in it, and this machine's devices in the place of a target's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_steps.py").write_text(MODULE)
+    block = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[0]
+    (tmp_path / "my_step.py").write_text(block)
+
+    def gpu(target, axes=None):
+        found = re.fullmatch(r"(\w+):(\d+)x(\d+)", target)
+        count = int(found[2]) * int(found[3])
+        axes = pods._check_axes(axes, {"data": count}, count, target)
+        return jd.make_mesh(dict(axes), devices=jax.devices()[:count])
+
+    monkeypatch.setattr(planning.pods, "gpu", gpu)
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if name in ("own_steps", "my_step"):
+            del sys.modules[name]
+
+
+def plan(capsys, *arguments, target="h100:1x4"):
+    status = cli.main(["plan", "--target", target, *arguments])
+    captured = capsys.readouterr()
+    return status, " ".join(captured.out.split()), captured.err
+
+
+def test_the_guide_is_planned_on_its_axes(folder, capsys):
+    """FSDP inside slices and codes between them: the program's bytes by the axis that they cross, and its memory."""
+    status, said, _ = plan(capsys, "--step", "my_step:make:64,bits=4", "--axes", "dcn=2,fsdp=2")
+    assert status == 0
+    assert "my_step:make:64,bits=4, on 4 h100 (h100:1x4, dcn=2,fsdp=2)" in said
+    # Parameters and two moments of 2 [64, 256] in float32, of which a device has half, and its rows of the batch.
+    held = 3 * 2 * 64 * 256 * 4 / 2 + 64 * 64 * 4
+    assert f"arguments {held / 1e3:.1f} kB" in said
+    # Each device sends the codes of its half: four bits an entry, scales, and four bytes of the loss.
+    (across,) = re.findall(r"across dcn: ([\d.]+) kB of each device", said)
+    assert 2 * 64 * 256 / 2 / 2 < 1e3 * float(across) < 1.1 * 2 * 64 * 256 / 2 / 2
+    assert "across fsdp: " in said
+    assert (folder / "runs" / "plan" / "plan.png").exists()
+
+
+def test_a_distributed_step_on_the_default_axis(folder, capsys):
+    status, said, _ = plan(capsys, "--step", "own_steps:mean")
+    assert status == 0
+    # The sum of [16, 64] over four devices: 2 · 3/4 of 4 kB.
+    assert "all-reduce float32 4 1 6.1 kB" in said
+    assert "across data: 6.1 kB of each device" in said
+    assert "donate the state" not in said
+
+
+def test_a_state_that_is_not_donated_is_told(folder, capsys):
+    _, said, _ = plan(capsys, "--step", "own_steps:mean:False")
+    assert "outputs 4.2 MB" in said
+    assert "donate the state, jax.jit(step, donate_argnums=0): outputs take" in said
+
+
+def test_arguments_without_shardings_are_on_all_devices(folder, capsys):
+    status, said, _ = plan(capsys, "--step", "own_steps:no_shardings")
+    assert status == 0
+    assert "arguments 16.4 kB" in said
+
+
+def test_what_does_not_fit_is_told(folder, capsys):
+    status, said, _ = plan(capsys, "--memory", "1MB", "--step", "own_steps:mean")
+    assert status == 1
+    assert "does not fit" in said
+    assert "try shard the state: zero_redundancy" in said
+
+
+def test_what_the_compiler_refuses_for_its_memory_is_told(folder, capsys, monkeypatch):
+    def refuse(self, **options):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Used 2.0G of 1.0G hbm")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    status, said, _ = plan(capsys, "--step", "own_steps:mean")
+    assert status == 1
+    assert "at the most 2.1 GB" in said
+    assert "try temporaries are the larger part" in said
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("own_steps", "--step must be MODULE:FUNCTION, as in my_step:make, got 'own_steps'; write FUNCTION(mesh, ...)"),
+        ("missing_module:make", "step 'missing_module:make': no module 'missing_module' in"),
+        ("own_steps:absent", "unknown step 'own_steps:absent'; known: rows, mean"),
+        ("own_steps:number", "number is no function; write FUNCTION(mesh, ...) that returns (step, *arguments)"),
+        ("own_steps:no_mesh", "no_mesh has no first argument for the mesh; write"),
+        (
+            "own_steps:mean:True,3",
+            "step 'own_steps:mean:True,3': too many positional arguments; it takes [donated=True]",
+        ),
+        ("own_steps:not_jitted", "returned the function <lambda> in place of a step, which cannot be compiled; write"),
+        ("own_steps:nothing", "own_steps:nothing returned a NoneType; write"),
+        ("own_steps:alone", "own_steps:alone returned a tuple of 1; write"),
+        ("own_steps:wrong_count", "its step fails: TypeError: "),
+        ("own_steps:wrong_shape", "its step fails: TypeError: dot_general requires contracting dimensions"),
+        ("own_steps:half", "its step fails: ValueError: Received incompatible devices"),
+        ("own_steps:elsewhere", "returned an argument[0] on "),
+        ("own_steps:fails", "step 'own_steps:fails': fails fails: KeyError: 'w'"),
+        ("own_steps:refuses:3", "step 'own_steps:refuses:3': width must be even, got 3"),
+    ],
+)
+def test_what_is_refused_is_one_line(folder, capsys, step, said):
+    status, _, error = plan(capsys, "--step", step)
+    assert status == 2
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--step", "own_steps:mean", "--reducer", "f16"], "--reducer is for the step of --model"),
+        (["--step", "own_steps:mean", "--zero", "3"], "--zero is for the step of --model"),
+        (["--step", "own_steps:mean", "--axes", "data=3"], "do not make up the 4 devices"),
+        (["--step", "own_steps:mean", "--axes", "data"], "--axes must be names with sizes, slow links first"),
+        (["--step", "own_steps:mean", "--axes", "data=2,data=2"], "--axes must be names with sizes"),
+        (["--axes", "data=4"], "--axes is for --step"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(folder, capsys, options, said):
+    status, _, error = plan(capsys, *options)
+    assert status == 2
+    assert said in error
