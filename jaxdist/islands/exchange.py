@@ -369,8 +369,20 @@ def _with_replicated(state: State, replicated: Sequence[Array]) -> State:
     return structure.unflatten([leaf if is_mark(leaf) else next(fresh) for leaf in leaves])
 
 
-def check_reducer(reducer: Reducer, like: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """Returns the arrays that one island sends in a round.
+class Sent(NamedTuple):
+    """What an island sends in a round.
+
+    Attributes:
+      arrays: their shapes and dtypes.
+      lasts: whether a later round decodes them as their own round does: a drift may wait for its upload.
+    """
+
+    arrays: list[jax.ShapeDtypeStruct]
+    lasts: bool
+
+
+def check_reducer(reducer: Reducer, like: PyTree) -> Sent:
+    """Returns what one island sends in a round.
 
     Raises:
       ValueError: the reducer sends no message of its own or several, or depends on fixed members.
@@ -385,16 +397,17 @@ def check_reducer(reducer: Reducer, like: PyTree) -> list[jax.ShapeDtypeStruct]:
         problem = "this reducer has no generator form"
     else:
         try:
-            sent = jax.eval_shape(lambda drift, state: encode(reducer, 0, drift, state)[0], like, state)
-            problem = _find_disagreement(reducer, like, state, sent)
+            arrays = jax.eval_shape(lambda drift, state: encode(reducer, 0, drift, state)[0], like, state)
+            mean, own, replicated = _trace_dependences(reducer, like, state, arrays)
+            problem = _find_disagreement(mean, own, replicated)
             if problem is None:
-                return sent
+                return Sent(arrays, lasts=not any(mask & SHARED for mask in mean))
         except ValueError as error:
             problem = str(error)
     raise ValueError(f"{reducer}: {problem}; islands take a reducer of one message: {ONE_MESSAGE}")
 
 
-def _find_disagreement(reducer: Reducer, like: PyTree, state: State, sent: list[Any]) -> str | None:
+def _find_disagreement(mean: set[int], own: set[int], replicated: set[int]) -> str | None:
     """Why islands would not compute the same from the same bytes, or `None`.
 
     Each island decodes a member with its own drift and state in place of the member's, and takes the replicated leaves
@@ -402,7 +415,6 @@ def _find_disagreement(reducer: Reducer, like: PyTree, state: State, sent: list[
     arrives and on what all islands have; the replicated leaves on the latter alone; and what feedback subtracts, which
     is known before anything arrives, on everything but that.
     """
-    mean, own, replicated = _trace_dependences(reducer, like, state, sent)
     if any(mask & (OWN | ARRIVED) for mask in replicated):
         return "its state follows from the drifts of the members, so that each island would fit one by itself"
     if any(mask & OWN for mask in mean):
@@ -410,14 +422,6 @@ def _find_disagreement(reducer: Reducer, like: PyTree, state: State, sent: list[
     if any(mask & ARRIVED for mask in own):
         return "what it takes of a drift follows from those of the others"
     return None
-
-
-def decodes_alike_later(reducer: Reducer, like: PyTree) -> bool:
-    """Whether a later round decodes what an island sends as its own round does: a drift may wait for its upload."""
-    state = jax.eval_shape(reducer.init, like)
-    sent = jax.eval_shape(lambda drift, state: encode(reducer, 0, drift, state)[0], like, state)
-    mean, *_ = _trace_dependences(reducer, like, state, sent)
-    return not any(mask & SHARED for mask in mean)
 
 
 def _trace_dependences(reducer: Reducer, like: PyTree, state: State, sent: list[Any]) -> list[set[int]]:

@@ -27,7 +27,6 @@ from .exchange import (
     add_member,
     check_reducer,
     copy_shared_to_host,
-    decodes_alike_later,
     describe_shared,
     digest_of,
     needs_rate,
@@ -191,9 +190,9 @@ class Replay:
         division = divide(self._config, local.anchor)
         parts = division.split(local, local.anchor if params is None else params)
         anchors = [part.local.anchor for part in parts]
-        self._payloads = [check_reducer(self._reducer, anchor) for anchor in anchors]
+        sent = [check_reducer(self._reducer, anchor) for anchor in anchors]
+        self._payloads, self.lasts = [each.arrays for each in sent], all(each.lasts for each in sent)
         self._updates = [jax.eval_shape(lambda anchor: anchor, anchor) for anchor in anchors]
-        self.lasts = all(decodes_alike_later(self._reducer, anchor) for anchor in anchors)
         self.needs_rate = needs_rate(self.method.outer, local.anchor)
         describe = partial(
             identity.describe,

@@ -136,7 +136,7 @@ def decoder(tx, fragment):
     """The shapes of what an island sends for a fragment, and what decodes it, compiled once."""
     config, local = method_of(tx), begin(tx).opt
     anchor = divide(config, local.anchor).split_locals(local)[fragment].anchor
-    return exchange.check_reducer(config.reducer, anchor), jax.jit(partial(exchange.decode, config.reducer))
+    return exchange.check_reducer(config.reducer, anchor).arrays, jax.jit(partial(exchange.decode, config.reducer))
 
 
 def left_of(state):
