@@ -117,8 +117,9 @@ def test_gradients_are_sent_in_codes_and_updates_once(kind, stage):
     once = 2 * HALF * 4 * 3 / 4
     assert sent["exact"][0] == once
     assert sent["int8"][0] < once / 3.5
-    # Stage 1 gathers the updates, stage 3 the parameters for the loss, once here.
-    assert [gathered for _, gathered in sent.values()] == [once, once]
+    # Stage 1 gathers the updates, stage 3 the parameters for the loss, once here; in codes, the mean of the norm too.
+    assert sent["exact"][1] == once
+    assert once <= sent["int8"][1] <= once + 64
 
 
 @KINDS
