@@ -217,6 +217,9 @@ def logical_collectives(
     CPU, the collectives of automatic sharding) are not included; `collectives` includes them, and `upcast_collectives`
     compares the two.
 
+    With `axis_sizes`, `Comm` is that of a simulation, which adds narrow floats in float32: `compressed(cast(bfloat16))`
+    shows `float32` there, and `bfloat16`, which a mesh sends, in the step of `distribute` or `shard_map`.
+
     Args:
       fn: a function (the result of `shard_map` or `distribute`, or a function of one worker together with
         `axis_sizes`), or a closed jaxpr. `simulate` turns collectives into local arithmetic: pass the step itself.

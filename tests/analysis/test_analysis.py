@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import P, lax
 
+import jaxdist as jd
 from jaxdist import analysis
 from jaxdist.analysis import cost
 from jaxdist.analysis.base import mesh_groups, permutation_groups
@@ -349,3 +350,18 @@ def test_offload_efficiency_names_what_is_missing():
         cost.offload_efficiency("activations", width=8, bandwidth=0, flops=1.0)
     with pytest.raises(ValueError, match="what must be one of parameters, optimizer, activations, got 'disk'"):
         cost.offload_efficiency("disk", tokens=1, bandwidth=1.0, flops=1.0)
+
+
+def test_sums_of_narrow_floats_show_what_a_mesh_sends_in_its_own_map():
+    """A function of one worker is traced as simulated, where `Comm` adds them in float32."""
+    reducer = jd.compressed(jd.compressors.cast(jnp.bfloat16))
+
+    def reduce(x):
+        return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
+
+    mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    mapped = jax.shard_map(reduce, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+    simulated = analysis.logical_collectives(reduce, jnp.ones(1024), axis_sizes={"data": 4}, platform="cuda")
+    sent = analysis.logical_collectives(mapped, jnp.ones(4096), platform="cuda")
+    assert [(op.dtype, op.bytes) for op in simulated.ops] == [("float32", 4096)]
+    assert [(op.dtype, op.bytes) for op in sent.ops] == [("bfloat16", 2048)]

@@ -11,6 +11,7 @@ from problems import assert_close
 
 import jaxdist as jd
 from jaxdist import analysis
+from jaxdist.analysis.crossing import crossing
 
 EXPLICIT = pytest.param(AxisType.Explicit, id="explicit", marks=pytest.mark.slow)
 KINDS = pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, id="auto"), EXPLICIT])
@@ -109,7 +110,7 @@ def test_gradients_are_sent_in_codes_and_updates_once(kind, stage):
     for name, reducer in {"exact": jd.exact(), "int8": jd.two_shot(jd.compressors.int8())}.items():
         tx = jd.zero_redundancy(optimizer(), stage=stage, reducer=reducer, specs=SPECS)
         program = run(tx, stage, kind, steps=0)[2]
-        crosses = analysis.crossing.crossing(make_mesh(kind), "data")
+        crosses = crossing(make_mesh(kind), "data")
         ops = [op for op in analysis.collectives(program).ops if crosses(op)]
         scattered = sum(op.wire_bytes for op in ops if op.kind in ("all-to-all", "reduce-scatter"))
         sent[name] = scattered, sum(op.wire_bytes for op in ops if op.kind == "all-gather")
@@ -117,8 +118,9 @@ def test_gradients_are_sent_in_codes_and_updates_once(kind, stage):
     once = 2 * HALF * 4 * 3 / 4
     assert sent["exact"][0] == once
     assert sent["int8"][0] < once / 3.5
-    # Stage 1 gathers the updates, stage 3 the parameters for the loss, once here.
-    assert [gathered for _, gathered in sent.values()] == [once, once]
+    # Stage 1 gathers the updates, stage 3 the parameters for the loss, once here; in codes, the mean of the norm too.
+    assert sent["exact"][1] == once
+    assert once <= sent["int8"][1] <= once + 64
 
 
 @KINDS
