@@ -1,5 +1,6 @@
 """`join`: from a store and a transformation to an `Island`."""
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ def join(
     round_timeout: float | int = 120.0,
     begin_with: int = 1,
     quorum: int = 1,
+    grace: float | int | None = None,
     patience: float | int = 3600.0,
     overlap: bool = False,
     eager: bool = False,
@@ -51,6 +53,8 @@ def join(
       round_timeout: seconds to wait for others; no call takes more than a second longer.
       begin_with: the islands that the first round waits for.
       quorum: the fewest drifts that make a round.
+      grace: seconds to wait for further islands once there is a quorum, at most; with `overlap`, the training until the
+        next meeting is a part of them. `None`: those of `round_timeout`.
       patience: seconds until too few islands or a lost store are an error.
       overlap: exchange during training, and merge at the next meeting, with own progress kept.
       eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
@@ -87,7 +91,8 @@ def join(
     """
     place = place_of(url)
     times = float(round_timeout), begin_with, quorum, float(patience)
-    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url), eager)
+    window = math.inf if grace is None else float(grace)
+    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url), eager, window)
     _check(options)
     config = method_of(tx)
     problems = {
@@ -140,6 +145,9 @@ def _check(options: JoinOptions) -> None:
         check_count(name, getattr(options, name), 1)
     for name in ("round_timeout", "patience"):
         check_range(name, getattr(options, name), 0, ends="(]")
+    if options.grace != math.inf:
+        hint = "no island waits longer than round_timeout"
+        check_range("grace", options.grace, 0, options.round_timeout, ends="[]", hint=hint)
     if options.eager and not options.overlap:
         raise ValueError("eager=True is for the time in which a drift is under way: join with overlap=True too")
     if options.moments not in ("own", "fresh"):
