@@ -29,7 +29,7 @@ class Played(NamedTuple):
 
     Attributes:
       reports: of its meetings.
-      ends: when each of them ended, in seconds.
+      ends: when each of them ended, in seconds since the islands began.
       trained: the examples of all of its steps.
       ahead: for each fragment, those that no round has taken as far as the island knows.
       under_way: the bodies that it waits for: a round may have taken them since.
@@ -67,6 +67,7 @@ def play_paces(
     tx, step, begin = stepping(fragments)
     clock, found = VirtualClock(len(names)), {}
     clock.rule(patch)
+    began = clock.monotonic()
     options = {"begin_with": len(names), "round_timeout": 120, "keep_every": 100} | options
 
     def train(name, number):
@@ -82,14 +83,13 @@ def play_paces(
         clock.sleep(1e-3 * (1 + number))
         with islands.join(wrap(store, delay), tx, name=name, **options) as island:
             state, reports, ends = island.enter(begin), [], []
-            end = clock.monotonic() + seconds
-            while len(reports) < meetings and clock.monotonic() < end:
+            while len(reports) < meetings and clock.monotonic() - began < seconds:
                 clock.sleep(pace(name, paces))
                 state, report = island.meet(step(state))
                 # It takes no time on this clock, but it does take some.
                 wait_for_upload(island)
                 reports.append(report)
-                ends.append(clock.monotonic())
+                ends.append(clock.monotonic() - began)
             counted = np.maximum(np.asarray(state["opt"].examples.value), 0)
             ahead = [float(counted[places[0]]) for places in divide(method_of(tx), state["opt"].anchor).places]
             return Played(reports, ends, EXAMPLES * len(reports), ahead, bodies_under_way(island))
