@@ -14,6 +14,7 @@ SUBCOMMANDS = {
     "kills": "how long a SIGKILL or SIGSTOP of a process holds the others",
     "stops": "how long a stop in each part of a round holds the others, and when the stopped island counts again",
     "endurance": "hundreds of rounds over a server that fails, with kills, stops, and slow or many islands",
+    "grace": "goodput and pauses with slow islands, with and without a grace",
     "cost": "bytes and seconds of a meeting on a shaped link, and its processor time",
 }
 

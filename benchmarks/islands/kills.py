@@ -1,6 +1,6 @@
 """Islands that are killed or stopped: how long the others wait.
 
-    python benchmarks/islands kills --kills 10 --stops 3 --pace 0.25 --out benchmarks/reports/NAME
+    python benchmarks/islands kills --kills 10 --stops 3 --pace 0.25 --out benchmarks/reports/NAME    # and --grace 0.5
 
 It plays the slow test of processes for figures. Records of runs add up in a file.
 """
@@ -17,7 +17,7 @@ from common import ROOT, append_rows
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from island_jobs import play_events
+from island_jobs import TIMEOUT, play_events
 
 
 def measure_kills(options):
@@ -29,7 +29,8 @@ def measure_kills(options):
         }
         events = {"kills": options.kills, "stops": options.stops, "last_round": options.rounds}
         before, started = os.getloadavg()[0], time.monotonic()
-        found = play_events(Path(folder, "run"), Path(folder), **events, pace=options.pace, seed=options.seed)
+        chosen = {"pace": options.pace, "grace": options.grace, "seed": options.seed}
+        found = play_events(Path(folder, "run"), Path(folder), **events, **chosen)
     found |= {"seconds": time.monotonic() - started, "load_before": before, "load_after": os.getloadavg()[0]}
     print(json.dumps(found), flush=True)
     return [found]
@@ -39,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--stops", type=int, default=15)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds of a step; a round has four")
+    parser.add_argument("--grace", type=float, default=TIMEOUT, help="seconds, once two of the three are there")
     parser.add_argument("--rounds", type=int, default=0, help="how many at least")
     parser.add_argument("--cache", type=Path, help="a folder for compiled programs")
     parser.add_argument("--seed", type=int, default=0)

@@ -68,7 +68,8 @@ class JoinOptions(NamedTuple):
     moments: Moments
     place: str
     on_disk: bool
-    eager: bool = False
+    eager: bool
+    grace: float
 
 
 class IslandError(Portable, RuntimeError):

@@ -9,6 +9,7 @@ With fragments, all of this is about the one that the open round is of. Each has
 """
 
 import logging
+import math
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -618,11 +619,13 @@ class Island:
         prefix, expected = round_name(number, ""), self._replay.expected
         is_first = protocol.is_first_to_commit(options.name, expected, number)
         looks = Looks(
-            self._waits[is_first] or self._waits[not is_first],
+            self._waits[is_first] or self._waits[True],
             started=store.now(),
             sent_at=flight.sent_at,
             request=max(store.request_seconds(), SHORTEST_LOOK),
             members=len(expected),
+            enough=max(at_least, options.quorum),
+            grace=options.grace,
             is_first=is_first,
             longest=min(LONGEST_PAUSE, options.round_timeout / 50),
         )
@@ -640,11 +643,14 @@ class Island:
                     self._check_name()
                     self._said_here.add(number)
                 now, count = store.now(), len(seen.drifts)
+                looks.listed(now, count)
                 action = protocol.decide(
                     seen,
                     expected,
                     elapsed=now - flight.sent_at,
+                    since_few=now - looks.few_at,
                     round_timeout=options.round_timeout,
+                    grace=options.grace,
                     at_least=at_least,
                     quorum=options.quorum,
                     is_over=now >= store.deadline,
@@ -654,7 +660,7 @@ class Island:
                 elif action is Next.COMMIT and (is_first or was_due or now >= store.deadline):
                     commit = self._commit(seen)
                 was_due = action is Next.COMMIT
-                looks.listed(now, is_due=was_due)
+                looks.decided(now, is_due=was_due)
             if commit is not None:
                 if not commit.missing:
                     self._waits[is_first].append(looks.seconds_for_others(now))
@@ -760,14 +766,17 @@ class Island:
         is_lonely = len(commit.members) == 1 and bool(commit.missing)
         if is_lonely and not self._is_lonely:
             seconds = outbox.upload_seconds
+            limit = "grace" if self._options.grace < math.inf else "round_timeout"
             logger.warning(
-                "round %d has one member, %s, and %s came too late for round_timeout=%g s%s: raise round_timeout, or "
-                "send less (a reducer of fewer bits, a longer sync_period)",
+                "round %d has one member, %s, and %s came too late for %s=%g s%s: raise %s, or send less (a reducer of "
+                "fewer bits, a longer sync_period)",
                 self._replay.round - 1,
                 commit.members[0].name,
                 ", ".join(commit.missing),
-                self._options.round_timeout,
+                limit,
+                getattr(self._options, limit),
                 "" if seconds is None else f" (the last upload took {seconds:.2g} s)",
+                limit,
             )
         if is_lonely or len(commit.members) > 1:
             self._is_lonely = is_lonely

@@ -1,5 +1,6 @@
 """`join`: from a store and a transformation to an `Island`."""
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ def join(
     round_timeout: float | int = 120.0,
     begin_with: int = 1,
     quorum: int = 1,
+    grace: float | int | None = None,
     patience: float | int = 3600.0,
     overlap: bool = False,
     eager: bool = False,
@@ -35,24 +37,24 @@ def join(
 ) -> Iterator["Island"]:
     """Joins a run of several training jobs that meet every `H` steps over a shared folder or bucket.
 
-    Each job is an *island*, with its own mesh. In a round each puts its drift `Δ_w = a - p_w`, coded by the reducer,
+    Each is an *island*, with its own mesh. In a round it puts its drift `Δ_w = a - p_w`, coded by the reducer,
     into the store, and all take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. An island that is killed,
     late or new restarts no other. Each round is of one fragment.
 
-    *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down;
-    on joining, the kept parameters and the rounds since.
+    *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down; on joining,
+    kept parameters and the rounds since.
 
     Args:
-      url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`; its writers are
-        trusted.
-      tx: from `local_steps(..., axis=None)` or a recipe, without delay and warm-up; its reducer is `exact()`,
+      url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
+      tx: from `local_steps(..., axis=None)` or a recipe; its reducer is `exact()`,
         `compressed(code)` or error feedback around these.
       name: of this island; a new job under an old name takes its place.
       round_timeout: seconds to wait for others; no call takes more than a second longer.
-      begin_with: the islands that the first round waits for.
+      begin_with: how many the first round waits for.
       quorum: the fewest drifts that make a round.
-      patience: seconds until too few islands or a lost store are an error.
-      overlap: exchange during training, and merge at the next meeting, with own progress kept.
+      grace: seconds to wait for more of them, part of which `overlap` hides; `None`: until `round_timeout`.
+      patience: seconds until too few or a lost store are an error.
+      overlap: exchange during training, and merge at the next meeting.
       eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
       keep_every: rounds between kept global parameters; the opener decides.
       begin: `False` if the run must exist already.
@@ -87,7 +89,8 @@ def join(
     """
     place = place_of(url)
     times = float(round_timeout), begin_with, quorum, float(patience)
-    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url), eager)
+    window = math.inf if grace is None else float(grace)
+    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url), eager, window)
     _check(options)
     config = method_of(tx)
     problems = {
@@ -140,6 +143,9 @@ def _check(options: JoinOptions) -> None:
         check_count(name, getattr(options, name), 1)
     for name in ("round_timeout", "patience"):
         check_range(name, getattr(options, name), 0, ends="(]")
+    if options.grace != math.inf:
+        hint = "no island waits longer than round_timeout"
+        check_range("grace", options.grace, 0, options.round_timeout, ends="[]", hint=hint)
     if options.eager and not options.overlap:
         raise ValueError("eager=True is for the time in which a drift is under way: join with overlap=True too")
     if options.moments not in ("own", "fresh"):

@@ -305,34 +305,39 @@ def decide(
     expected: Iterable[str],
     *,
     elapsed: float | int,
+    since_few: float | int,
     round_timeout: float | int,
+    grace: float | int,
     at_least: int,
     quorum: int,
     is_over: bool = False,
 ) -> Next:
     """The next action of an island whose own drift is in the store.
 
-    A commit ends the round for all, even if some are missing. It is due when nothing is left to wait for, or
-    `round_timeout` seconds after one's own drift, on one's own clock; never with fewer than `quorum` drifts. At the end
-    of a meeting half of that is enough: if all islands were busy with uploads for the rest, they must not commit alone.
+    A commit ends the round for all, even if some are missing. It is due when there are enough drifts, and nothing is
+    left to wait for or the grace of those that are missing is over; and with `quorum` drifts in any case
+    `round_timeout` seconds after one's own, on one's own clock. At the end of a meeting half of that is enough: if all
+    islands were busy with uploads for the rest, they must not commit alone.
 
     Args:
       seen: the names of the round.
       expected: the islands that the last commit expects.
       elapsed: seconds since one's own drift.
+      since_few: seconds since there were fewer than `quorum` and `at_least` drifts, as far as this island knows: since
+        its last look that found so few, or since its own drift. So with `overlap` the grace begins with the training
+        between two meetings, which costs no wait.
       round_timeout: how long to wait for others, in seconds.
+      grace: how long to wait for those that are missing once there are enough drifts, in seconds.
       at_least: the number of drifts to wait for in the first round.
       quorum: the fewest drifts that make a round.
       is_over: whether this meeting is at its end.
     """
-    if is_over and elapsed >= LEAST_WAIT * round_timeout:
-        elapsed = round_timeout
     if seen.committed:
         return Next.READ
-    complete = not missing_islands(seen, expected) and len(seen.drifts) >= at_least
-    if len(seen.drifts) >= quorum and (complete or elapsed >= round_timeout):
-        return Next.COMMIT
-    return Next.WAIT
+    is_late = elapsed >= (LEAST_WAIT if is_over else 1.0) * round_timeout
+    is_enough = len(seen.drifts) >= (quorum if is_late else max(quorum, at_least))
+    is_done = is_late or since_few >= grace or not missing_islands(seen, expected)
+    return Next.COMMIT if is_enough and is_done else Next.WAIT
 
 
 def make_commit(

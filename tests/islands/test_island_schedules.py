@@ -19,6 +19,10 @@ from jaxdist.islands import protocol
 NAMES = "abc"
 ACTIONS = ["train", "meet", "meet", "meet", "stop", "leave", "offline"]
 SCHEDULES = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(ACTIONS)), max_size=25)
+# With a grace of none a round ends as soon as its quorum is there.
+OPTIONS = st.fixed_dictionaries(
+    {"overlap": st.booleans(), "quorum": st.sampled_from([1, 2]), "grace": st.sampled_from([None, 0.0, 0.001])}
+)
 LEFT_AND_JOINED = [("a", "train"), ("a", "leave"), ("a", "train"), ("a", "meet")]
 # `rounded` has no feedback: what it rounds off is lost on purpose.
 REDUCERS = ["exact", "4 bits with feedback", "sparse with feedback"]
@@ -33,10 +37,10 @@ def trained_with(reducer, fragments):
 class Session:
     """An island from `enter` to its end: how far it has moved, and which drifts it has put into the store."""
 
-    def __init__(self, store, name, tx, step, overlap):
+    def __init__(self, store, name, tx, step, options):
         self.name, self._step, self.drifts, self.is_away = name, step, set(), False
         self._context = islands.join(
-            wrap(store, self._call), tx, name=name, round_timeout=0.004, keep_every=3, overlap=overlap
+            wrap(store, self._call), tx, name=name, round_timeout=0.004, keep_every=3, **options
         )
         self.island = self._context.__enter__()
         self.state = self.island.enter(begin(tx))
@@ -79,13 +83,13 @@ class Session:
         assert_close(jax.tree.map(lambda *terms: sum(terms), left_of(self.state), *taken), self.moved, tolerance=1e-5)
 
 
-def play(reducer, overlap, fragments, schedule):
+def play(reducer, options, fragments, schedule):
     tx, step = trained_with(reducer, fragments)
     store, bodies, commits = archived(written_once())
     sessions, digests = {}, collections.defaultdict(set)
     for name, action in schedule:
         if name not in sessions:
-            sessions[name] = Session(store, name, tx, step, overlap)
+            sessions[name] = Session(store, name, tx, step, options)
         session = sessions[name]
         if action == "train":
             session.train()
@@ -104,17 +108,17 @@ def play(reducer, overlap, fragments, schedule):
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
-@given(st.sampled_from(REDUCERS), st.booleans(), st.sampled_from([1, 2]), SCHEDULES)
-@example("exact", False, 1, LEFT_AND_JOINED)
-@example("exact", False, 2, LEFT_AND_JOINED)
-def test_nothing_is_lost_in_any_schedule(reducer, overlap, fragments, schedule):
-    play(reducer, overlap, fragments, schedule)
+@given(st.sampled_from(REDUCERS), OPTIONS, st.sampled_from([1, 2]), SCHEDULES)
+@example("exact", {}, 1, LEFT_AND_JOINED)
+@example("exact", {}, 2, LEFT_AND_JOINED)
+def test_nothing_is_lost_in_any_schedule(reducer, options, fragments, schedule):
+    play(reducer, options, fragments, schedule)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("reducer", REDUCERS)
 @settings(max_examples=150, deadline=None)
-@given(st.booleans(), SCHEDULES)
-def test_nothing_is_lost_in_many_schedules(reducer, fragments, overlap, schedule):
-    play(reducer, overlap, fragments, schedule)
+@given(OPTIONS, SCHEDULES)
+def test_nothing_is_lost_in_many_schedules(reducer, fragments, options, schedule):
+    play(reducer, options, fragments, schedule)

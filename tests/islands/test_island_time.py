@@ -10,13 +10,23 @@ import jax.numpy as jnp
 import optax
 import pytest
 from island_stores import archived, wrap
-from islands_run import GOALS, begin, global_params, method, step_of, train_together, wait_for_threads, wait_for_upload
+from islands_run import (
+    GOALS,
+    begin,
+    commits_of,
+    global_params,
+    method,
+    step_of,
+    train_together,
+    wait_for_threads,
+    wait_for_upload,
+)
 from problems import assert_close
 from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
-from jaxdist.islands import protocol, run
+from jaxdist.islands import protocol
 from jaxdist.islands.connection import Connection
 
 # Seconds after `round_timeout` in which every call ends.
@@ -61,12 +71,6 @@ def train_round(step, state, examples=3.0):
     for _ in range(2):
         state = step(state, jnp.float32(examples))
     return state
-
-
-def commits_of(store):
-    ended = range(run.open_round(Connection(store), 0))
-    commits = [run.read_commit(Connection(store), number) for number in ended]
-    return [commit for commit in commits if commit is not None]
 
 
 @pytest.mark.sampled(13)

@@ -88,7 +88,7 @@ def test_an_odd_record_is_named(kind, body):
 
 NAMES = st.frozensets(st.sampled_from("abcdef"))
 SEEN = st.builds(Seen, st.booleans(), NAMES, NAMES, NAMES)
-LIMITS = {"round_timeout": 10.0, "at_least": 1, "quorum": 1}
+LIMITS = {"since_few": 0.0, "round_timeout": 10.0, "grace": 10.0, "at_least": 1, "quorum": 1}
 
 
 def drift(base="x", *, waited=True, leaving=False, weight=1.0):
@@ -117,15 +117,30 @@ def test_the_first_round_waits_for_so_many():
     assert decide(seen("ab"), "", elapsed=10, **limits) is Next.COMMIT
 
 
-@given(SEEN, NAMES, st.floats(0, 100), st.integers(1, 4))
-def test_a_commit_ends_the_round_and_no_round_is_smaller_than_the_quorum(found, expected, elapsed, quorum):
-    action = decide(found, expected, elapsed=elapsed, **{**LIMITS, "quorum": quorum})
+def test_a_round_waits_for_those_that_are_missing_as_long_as_the_grace():
+    limits = {**LIMITS, "quorum": 2, "grace": 3.0}
+    assert decide(seen("ab"), "abc", elapsed=9, **limits) is Next.WAIT
+    assert decide(seen("ab"), "abc", elapsed=9, **{**limits, "since_few": 3}) is Next.COMMIT
+    assert decide(seen("a"), "abc", elapsed=9, **{**limits, "since_few": 3}) is Next.WAIT
+    assert decide(seen("a"), "abc", elapsed=10, **limits) is Next.WAIT
+    assert decide(seen("ab"), "abc", elapsed=10, **limits) is Next.COMMIT
+    # The first round needs more of them, until the timeout.
+    first = {**limits, "at_least": 3, "since_few": 3}
+    assert decide(seen("ab"), "", elapsed=9, **first) is Next.WAIT
+    assert decide(seen("ab"), "", elapsed=10, **first) is Next.COMMIT
+
+
+@given(SEEN, NAMES, st.floats(0, 100), st.floats(0, 100), st.floats(0, 10), st.integers(1, 4))
+def test_a_commit_ends_the_round_and_no_round_is_smaller_than_the_quorum(
+    found, expected, elapsed, since_few, grace, quorum
+):
+    since_few = min(since_few, elapsed)
+    limits = {**LIMITS, "quorum": quorum, "grace": grace, "since_few": since_few}
+    action, is_enough = decide(found, expected, elapsed=elapsed, **limits), len(found.drifts) >= quorum
     assert (action is Next.READ) == found.committed
-    if action is Next.COMMIT:
-        assert len(found.drifts) >= quorum
-        assert elapsed >= 10 or not missing_islands(found, expected)
-    if not found.committed and elapsed >= 10 and len(found.drifts) >= quorum:
-        assert action is Next.COMMIT
+    if not found.committed:
+        is_over = elapsed >= 10 or since_few >= grace or not missing_islands(found, expected)
+        assert (action is Next.COMMIT) == (is_enough and is_over)
 
 
 @given(SEEN, NAMES, st.randoms())

@@ -46,13 +46,16 @@ class Job:
         overlap=0,
         fragments=1,
         timeout=TIMEOUT,
+        grace=TIMEOUT,
         pace=0.0,
         patience=3600.0,
         points=(),
     ):
         self.name, self.processes = name, []
         self.logs = [log / f"{name}-{time.monotonic_ns()}-{number}" for number in range(processes)]
-        arguments = [str(x) for x in (folder, name, rounds, begin_with, overlap, fragments, timeout, pace, patience)]
+        arguments = [
+            str(x) for x in (folder, name, rounds, begin_with, overlap, fragments, timeout, grace, pace, patience)
+        ]
         arguments += [",".join(points)] if points else []
         environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
         if processes > 1:
@@ -165,10 +168,10 @@ def play_stops(place, log, *, points=POINTS, seconds=10.0, overlap=0, pace=0.1):
     }
 
 
-def play_events(folder, log, *, kills, stops, pace, seed=0, last_round=0, fragments=1, overlap=0):
+def play_events(folder, log, *, kills, stops, pace, seed=0, last_round=0, **options):
     """Three islands, of which a random one is killed and started again, or stopped for two timeouts, again and again.
 
-    No survivor may end, and all must have the same bits.
+    No survivor may end, and all must have the same bits. `options` are those of each `Job`.
 
     Returns:
       What happened, and how long meetings took: all of them, and those that waited for an island in vain.
@@ -176,7 +179,7 @@ def play_events(folder, log, *, kills, stops, pace, seed=0, last_round=0, fragme
     rng, jobs, all_jobs = random.Random(seed), {}, []
 
     def start(name):
-        jobs[name] = Job(folder, name, 10**9, 1, log=log, pace=pace, fragments=fragments, overlap=overlap)
+        jobs[name] = Job(folder, name, 10**9, 1, log=log, pace=pace, **options)
         all_jobs.append(jobs[name])
 
     try:
@@ -222,6 +225,7 @@ def play_events(folder, log, *, kills, stops, pace, seed=0, last_round=0, fragme
         "offline": sum(report["offline"] for report in reports),
         "waits_for_a_dead_or_stopped_island": len(in_vain),
         "timeout_seconds": TIMEOUT,
+        "grace_seconds": options.get("grace", TIMEOUT),
         "longest_wait_seconds": max(map(protocol_seconds, reports)),
         "longest_wait_seconds_with_the_machine": max(report["wait_seconds"] for report in reports),
         "median_wait_seconds": statistics.median(report["wait_seconds"] for report in reports),

@@ -13,7 +13,8 @@ import optax
 
 import jaxdist as jd
 from jaxdist import islands
-from jaxdist.islands import exchange, protocol
+from jaxdist.islands import exchange, protocol, run
+from jaxdist.islands.connection import Connection
 from jaxdist.islands.fragments import divide, schedule_of
 from jaxdist.local_sgd.fragments import merge
 from jaxdist.local_sgd.local_steps import method_of
@@ -110,6 +111,12 @@ def global_params(state):
 def total(tree):
     """The leaves in float64, for sums."""
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def commits_of(store):
+    """The ends of all rounds, in order."""
+    store = Connection(store)
+    return [run.read_commit(store, number) for number in range(run.open_round(store, 0))]
 
 
 def contribution(store, name, number, tx, state):

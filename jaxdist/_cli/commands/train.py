@@ -48,7 +48,7 @@ from ..training.one_worker import Offload, parse_offload
 from .replay import draw_replays, make_task, rules_table, write_events
 
 MESH_OPTIONS = ("reducer", "sync", "zero", "offload", "devices", "save_every", "resume", "islands")
-JOIN_OPTIONS = ("round_timeout", "begin_with", "quorum", "patience", "overlap", "keep_every")
+JOIN_OPTIONS = ("round_timeout", "begin_with", "quorum", "grace", "patience", "overlap", "keep_every")
 ISLAND_OPTIONS = ("name", "store", *JOIN_OPTIONS)
 PROCESS_OPTIONS = ("rule", "workers", "seconds", "slow", "gradient", "on_death", "address")
 EVALUATION_SECONDS = 1.0
@@ -92,6 +92,8 @@ class TrainOptions(Options):
     """With --islands: how many to wait for at the start (default: 1)."""
     quorum: Integer = None
     """With --islands: the fewest that make a round (default: 1)."""
+    grace: Number = None
+    """With --islands: seconds for others once there is a quorum."""
     patience: Number = None
     """With --islands: seconds until too few are an error (default: 3600)."""
     overlap: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False

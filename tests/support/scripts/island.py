@@ -1,9 +1,10 @@
-"""One process of an island: `island.py FOLDER NAME ROUNDS BEGIN_WITH OVERLAP FRAGMENTS TIMEOUT PACE PATIENCE [POINTS]`.
+"""One process of an island.
 
-Each process prints one JSON line for each meeting: the report, and in `machine_seconds` how much of its wait was the
-machine's and not the protocol's. `FOLDER` may be the address of an S3 server, `OVERLAP` is 0 or 1, `PACE` the time to
-sleep in each step. At each of the `POINTS`, joined by commas, the process stops itself. At SIGTERM it sends its
-progress and leaves.
+`island.py FOLDER NAME ROUNDS BEGIN_WITH OVERLAP FRAGMENTS TIMEOUT GRACE PACE PATIENCE [POINTS]`: `FOLDER` may be the
+address of an S3 server, `OVERLAP` is 0 or 1, a `GRACE` less than `TIMEOUT` begins with two islands, and `PACE` is the
+time to sleep in each step. At each of the `POINTS`, joined by commas, the process stops itself. At SIGTERM it sends its
+progress and leaves. Each process prints one JSON line for each meeting: the report, and in `machine_seconds` how much
+of its wait was the machine's and not the protocol's.
 """
 
 import json
@@ -122,7 +123,7 @@ def open_store(folder):
     )
 
 
-def main(folder, name, rounds, begin_with, overlap, fragments, timeout, pace, patience, points=()):
+def main(folder, name, rounds, begin_with, overlap, fragments, timeout, grace, pace, patience, points=()):
     jd.initialize(heartbeat_timeout_seconds=20)
     mesh = jd.make_mesh({"data": jax.device_count()})
     reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
@@ -150,6 +151,8 @@ def main(folder, name, rounds, begin_with, overlap, fragments, timeout, pace, pa
     clock, stops = MachineClock(), StopPoints(points)
     store = clock.time_calls(stops.watch(open_store(folder)))
     options = {"round_timeout": timeout, "begin_with": begin_with, "overlap": bool(overlap), "keep_every": 5}
+    if grace < timeout:
+        options |= {"grace": grace, "quorum": 2}
     with jd.islands.join(store, tx, name=name, **options) as island:
         state, number = island.enter(state), 0
         # Entering has all the time that a busy machine needs to compile.
@@ -172,5 +175,5 @@ def main(folder, name, rounds, begin_with, overlap, fragments, timeout, pace, pa
 
 
 if __name__ == "__main__":
-    place, points = sys.argv[1:3], [one.split(",") for one in sys.argv[10:]]
-    main(*place, *map(int, sys.argv[3:7]), *map(float, sys.argv[7:10]), *points)
+    place, points = sys.argv[1:3], [one.split(",") for one in sys.argv[11:]]
+    main(*place, *map(int, sys.argv[3:7]), *map(float, sys.argv[7:11]), *points)
