@@ -167,6 +167,8 @@ def test_a_meeting_ends_though_the_others_finish_rounds_faster_than_it_takes_the
 
         def finish_a_round():
             states["fast"], report = fast.meet(step(states["fast"], GOALS[1]))
+            while not report.counted:  # on a loaded machine the encoding takes a whole meeting
+                states["fast"], report = fast.meet(states["fast"])
             ended.append(report.round)
 
         read_commit = slow._replay.read_commit
