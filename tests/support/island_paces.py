@@ -77,7 +77,7 @@ def play_paces(
     clock, found = VirtualClock(len(names)), {}
     clock.rule(patch)
     began = clock.monotonic()
-    options = {"begin_with": len(names), "round_timeout": 120, "keep_every": 100} | options
+    settings: dict[str, Any] = {"begin_with": len(names), "round_timeout": 120, "keep_every": 100, **options}
 
     def train(name, number):
         # Of their own, so that the number of requests changes no pace.
@@ -90,7 +90,7 @@ def play_paces(
 
         # One after another, so that the order of events is always the same.
         clock.sleep(1e-3 * (1 + number))
-        with islands.join(wrap(store, delay), tx, name=name, **options) as island:
+        with islands.join(wrap(store, delay), tx, name=name, **settings) as island:
             state, reports, ends = island.enter(begin), [], []
             while len(reports) < meetings and clock.monotonic() - began < seconds:
                 clock.sleep(pace(name, paces))
