@@ -3,6 +3,10 @@
 A reducer is a generator of the arrays that it sends. An island runs it up to its message, puts these arrays into the
 store, and runs it again for every member of the round, with that member's arrays as if they were all that arrived.
 Since one member is decoded at a time, no change of membership compiles anything.
+
+Of several messages each has a round. The rounds before the last change no parameters: they only give all islands the
+mean of a message, `received`, with which they run the reducer up to the next one. So what an island has done is taken
+if, and only if, its last message counts, whichever islands counted before.
 """
 
 from collections.abc import Sequence
@@ -28,13 +32,15 @@ from ..reducers.reducer import Extras, Law, Messages, Reduced, Reducer
 from ..state.marks import is_mark, with_value
 from ..state.placement import place_leaf
 
-ONE_MESSAGE = "exact(), compressed(code), or error_feedback around compressed(code)"
+ONES_THAT_WORK = "exact(), compressed(code), power_sgd(rank), or error_feedback around one of these"
 # Labels of the trace of a round: what only this island has, what all islands have, and what arrives.
 OWN, SHARED, ARRIVED = 1, 2, 4
 
 
 # In place of a number of examples, before a step of the round has counted any.
 UNCOUNTED = -1.0
+# The means of the messages of a round before its open one.
+Received = Sequence[Sequence[Any]]
 
 
 class Shared(NamedTuple):
@@ -78,55 +84,66 @@ def encode(
     drift: Updates,
     state: State,
     examples: Array | None = None,
+    received: Received = (),
 ) -> tuple[list[Array], State]:
     """Returns the arrays that this island sends for its drift, and the reducer's state once they are taken.
 
-    `index` is the number that the keys of its draws are folded with, as that of a worker is. Without examples the drift
-    counts for nothing, and error feedback keeps its residual.
+    That of a message before the last takes nothing. `index` is the number that the keys of its draws are folded with,
+    as that of a worker is. Without examples the drift counts for nothing, and error feedback keeps its residual.
     """
-    generator, sent = _begin(reducer, drift, state, index, Extras(examples=examples))
-    _, after = _finish(generator, sent, _arrays(sent))
-    return _arrays(sent), after
+    generator, sent = _begin(reducer, drift, state, index, Extras(examples=examples), received)
+    result = _answer(generator, sent, _arrays(sent))
+    return _arrays(sent), state if isinstance(result, Messages) else result[1]
 
 
-def decode(reducer: Reducer, like: Updates, arrays: Sequence[Any], state: State) -> tuple[Updates, State]:
+def decode(
+    reducer: Reducer, like: Updates, arrays: Sequence[Any], state: State, received: Received = ()
+) -> tuple[Updates, State]:
     """Returns one member's contribution `D(C(Δ_w))`, and the reducer's state after it: its replicated leaves count."""
-    reduced, after = run_messages(reducer, jax.tree.map(jnp.zeros_like, like), state, arrays)
+    reduced, after = run_messages(reducer, jax.tree.map(jnp.zeros_like, like), state, arrays, received)
     return reduced.mean, after
 
 
-def run_messages(reducer: Reducer, updates: Updates, state: State, arrays: Sequence[Any]) -> tuple[Reduced, State]:
-    """Returns what the reducer does when these arrays, of one member, are all that arrives."""
-    generator, sent = _begin(reducer, updates, state, 0, Extras())
-    return _finish(generator, sent, arrays)
+def run_messages(
+    reducer: Reducer, updates: Updates, state: State, arrays: Sequence[Any], received: Received = ()
+) -> tuple[Reduced, State]:
+    """Returns what the reducer does when these arrays, of one member, are all that arrives of its last message."""
+    result = _answer(*_begin(reducer, updates, state, 0, Extras(), received), arrays)
+    assert not isinstance(result, Messages)
+    return result
 
 
 def _begin(
-    reducer: Reducer, updates: Updates, state: State, index: Array | int, extras: Extras
+    reducer: Reducer, updates: Updates, state: State, index: Array | int, extras: Extras, received: Received
 ) -> tuple[Any, Messages]:
+    """Runs the generator up to the message after those whose means are `received`."""
     assert reducer.forms.messages is not None
     comm = alone()._replace(index=jnp.asarray(index, jnp.int32))
     generator = reducer.forms.messages(updates, state, comm, extras)
-    for sent in generator:
-        return generator, sent
-    # A part of it communicates by itself, as one whose messages depend on a value must.
-    raise ValueError("this reducer has no generator form")
+    sent = next(generator, None)
+    if sent is None:
+        # A part of it communicates by itself, as one whose messages depend on a value must.
+        raise ValueError("this reducer has no generator form")
+    for means in received:
+        sent = _answer(generator, sent, means)
+        assert isinstance(sent, Messages)
+    return generator, sent
 
 
 def _arrays(message: Messages) -> list[Array]:
     others = [*message.exchange, *message.sum, *message.max, *message.scatter]
-    if others or bool(message.gather) == bool(message.mean):
+    if others or (message.gather and message.mean):
         raise ValueError("this reducer sends in several directions")
     return list(message.gather or message.mean)
 
 
-def _finish(generator: Any, sent: Messages, arrays: Sequence[Any]) -> tuple[Reduced, State]:
-    received = Messages(gather=[x[None] for x in arrays]) if sent.gather else Messages(mean=list(arrays))
+def _answer(generator: Any, sent: Messages, arrays: Sequence[Any]) -> Messages | tuple[Reduced, State]:
+    """Returns the next message, or the result, where these arrays are all that arrives."""
+    arrived = Messages(gather=[x[None] for x in arrays]) if sent.gather else Messages(mean=list(arrays))
     try:
-        generator.send(received)
+        return generator.send(arrived)
     except StopIteration as stop:
         return stop.value
-    raise ValueError("this reducer sends more than one message")
 
 
 # The programs of a round. They depend on the method, not on the members, and are compiled once for all islands of a
@@ -141,10 +158,10 @@ def measure_drift(anchor: Updates, params: PyTree) -> Updates:
 
 @partial(jax.jit, static_argnums=0)
 def encode_drift(
-    method: RoundMethod, index: Array, drift: Updates, state: State, examples: Array
+    method: RoundMethod, index: Array, drift: Updates, state: State, examples: Array, received: Received = ()
 ) -> tuple[list[Array], State, Array, Array]:
     """Returns what `encode` does, whether all of it is finite, and whether there is any drift."""
-    arrays, after = encode(method.reducer, index, drift, state, examples)
+    arrays, after = encode(method.reducer, index, drift, state, examples, received)
     kept = [x for x in jax.tree.leaves((drift, arrays, after)) if jnp.issubdtype(x.dtype, jnp.floating)]
     is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in kept]))
     return arrays, after, is_finite, jnp.any(jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(drift)]))
@@ -152,17 +169,42 @@ def encode_drift(
 
 @partial(jax.jit, static_argnums=0)
 def add_member(
-    method: RoundMethod, total: Updates | Polar, arrays: Sequence[Any], weight: Array, state: State
+    method: RoundMethod,
+    total: Updates | Polar,
+    arrays: Sequence[Any],
+    weight: Array,
+    state: State,
+    received: Received = (),
 ) -> tuple[Updates | Polar, list[Array]]:
     """Returns `total + n_w D(C(Δ_w))`, and the replicated leaves of the reducer's state after the round.
 
     With `merge="rda"` the total is that of directions and of lengths.
     """
     like = total.directions if isinstance(total, Polar) else total
-    contribution, after = decode(method.reducer, like, arrays, state)
+    contribution, after = decode(method.reducer, like, arrays, state, received)
     contribution = to_polar(contribution) if isinstance(total, Polar) else contribution
     total = jax.tree.map(lambda t, x: t + weight.astype(t.dtype) * x, total, contribution)
     return total, common_leaves(after)
+
+
+@jax.jit
+def add_arrays(total: Sequence[Any], arrays: Sequence[Any], weight: Array) -> list[Array]:
+    """Returns `total + n_w x_w` of the arrays of a message."""
+    return [t + weight.astype(t.dtype) * x for t, x in zip(total, arrays, strict=True)]
+
+
+@jax.jit
+def divide_arrays(total: Sequence[Any], weight: Array) -> list[Array]:
+    """Returns the mean of a message, as `take_outer_step` divides."""
+    return [t * (1 / weight.astype(t.dtype)) for t in total]
+
+
+@partial(jax.jit, static_argnums=0)
+def renew_reducer(
+    method: RoundMethod, like: Updates, means: Sequence[Any], state: State, received: Received
+) -> list[Array]:
+    """Returns the replicated leaves of the reducer's state after the mean of its last message."""
+    return common_leaves(decode(method.reducer, like, means, state, received)[1])
 
 
 @partial(jax.jit, static_argnums=0)
@@ -278,23 +320,58 @@ def needs_rate(outer: optax.GradientTransformationExtraArgs, like: PyTree) -> bo
     return False
 
 
+class Plan(NamedTuple):
+    """The rounds of a reducer.
+
+    Attributes:
+      messages: shapes and dtypes of the arrays of each of its messages.
+      renews: whether the replicated leaves of its state follow from the mean of the last message over all members, and
+        not from what each member sends.
+      lasts: whether a later round decodes what an island sends as its own round does: a drift may wait for its upload.
+    """
+
+    messages: list[list[jax.ShapeDtypeStruct]]
+    renews: bool
+    lasts: bool
+
+    def is_averaged(self, message: int) -> bool:
+        """Whether the arrays of a message are averaged as they are."""
+        return self.renews or message < len(self.messages) - 1
+
+
+def mean_of(messages: Sequence[Sequence[Any]], weights: Sequence[float], like: Sequence[Any]) -> list[np.ndarray]:
+    """Returns the mean of the arrays that the members of a round have sent: zeros without any weight."""
+    total: Any = [np.zeros(x.shape, x.dtype) for x in like]
+    for arrays, weight in zip(messages, weights, strict=True):
+        total = add_arrays(total, arrays, np.float32(weight))
+    return [to_host(x) for x in divide_arrays(total, np.float32(sum(weights) or 1.0))]
+
+
 def compile_programs(
     method: RoundMethod,
     index: Array | np.int32,
     local: LocalStepsState,
     params: PyTree,
     *,
+    plan: Plan,
     needs_rate: bool,
     eager: bool,
 ) -> None:
-    """Runs every program of a round of a fragment once, on arrays placed as in a meeting."""
+    """Runs every program of the rounds of a fragment once, on arrays placed as in a meeting."""
     shared = select_shared(local)
-    drift = measure_drift(local.anchor, params)
-    arrays, *_ = encode_drift(method, index, drift, local.reducer[0], np.float32(1))
-    hosts = [to_host(x) for x in arrays]
+    drift, one = measure_drift(local.anchor, params), np.float32(1)
+    received: list[list[np.ndarray]] = []
+    for like in plan.messages:
+        arrays, *_ = encode_drift(method, index, drift, local.reducer[0], one, received)
+        received.append([to_host(x) for x in arrays])
+        if plan.is_averaged(len(received) - 1):
+            mean_of([received[-1]] * 2, [1.0, 1.0], like)
+    *received, hosts = received
     total, replicated = method.begin_total(shared.anchor), shared.reducer
     for _ in range(2):  # the second member is added to what the first left
-        total, replicated = add_member(method, total, hosts, np.float32(1), local.reducer[0])
+        total, replicated = add_member(method, total, hosts, one, local.reducer[0], received)
+    if plan.renews:
+        replicated = renew_reducer(method, shared.anchor, hosts, local.reducer[0], received)
     if not needs_rate:
         take_outer_step(method, shared, total, np.float32(1), replicated, None)
     stepped = take_outer_step(method, shared, total, np.float32(1), replicated, np.float32(1))
@@ -369,23 +446,12 @@ def _with_replicated(state: State, replicated: Sequence[Array]) -> State:
     return structure.unflatten([leaf if is_mark(leaf) else next(fresh) for leaf in leaves])
 
 
-class Sent(NamedTuple):
-    """What an island sends in a round.
-
-    Attributes:
-      arrays: their shapes and dtypes.
-      lasts: whether a later round decodes them as their own round does: a drift may wait for its upload.
-    """
-
-    arrays: list[jax.ShapeDtypeStruct]
-    lasts: bool
-
-
-def check_reducer(reducer: Reducer, like: PyTree) -> Sent:
-    """Returns what one island sends in a round.
+def check_reducer(reducer: Reducer, like: PyTree) -> Plan:
+    """Returns what one island sends in the rounds of a fragment.
 
     Raises:
-      ValueError: the reducer sends no message of its own or several, or depends on fixed members.
+      ValueError: the reducer sends no message of its own or one that is no mean before its last, or depends on fixed
+        members.
     """
     state = jax.eval_shape(reducer.init, like)
     problem = None
@@ -397,25 +463,53 @@ def check_reducer(reducer: Reducer, like: PyTree) -> Sent:
         problem = "this reducer has no generator form"
     else:
         try:
-            arrays = jax.eval_shape(lambda drift, state: encode(reducer, 0, drift, state)[0], like, state)
-            mean, own, replicated = _trace_dependences(reducer, like, state, arrays)
-            problem = _find_disagreement(mean, own, replicated)
+            messages, is_mean = _trace_messages(reducer, like, state)
+            mean, own, replicated = _trace_dependences(reducer, like, state, messages)
+            problem = _find_disagreement(mean, own, replicated, is_mean=is_mean)
             if problem is None:
-                return Sent(arrays, lasts=not any(mask & SHARED for mask in mean))
+                is_shared = [not is_mark(leaf) for leaf in jax.tree.leaves(state, is_leaf=is_mark)]
+                # A message that follows from earlier ones is of their rounds, even where its decoder takes nothing of
+                # these.
+                lasts = len(messages) == 1 and not any(mask & SHARED for mask in mean)
+                return Plan(messages, is_mean and any(is_shared), lasts)
         except ValueError as error:
             problem = str(error)
-    raise ValueError(f"{reducer}: {problem}; islands take a reducer of one message: {ONE_MESSAGE}")
+    raise ValueError(f"{reducer}: {problem}; islands take {ONES_THAT_WORK}")
 
 
-def _find_disagreement(mean: set[int], own: set[int], replicated: set[int]) -> str | None:
+def _trace_messages(reducer: Reducer, like: PyTree, state: State) -> tuple[list[list[Any]], bool]:
+    """The messages of a reducer, and whether the last one is a mean."""
+    messages: list[list[Any]] = []
+    found: list[tuple[bool, bool]] = []
+
+    def send(drift: PyTree, state: State, received: Received) -> list[Array]:
+        generator, sent = _begin(reducer, drift, state, 0, Extras(), received)
+        arrays = _arrays(sent)
+        found.append((not sent.gather, not isinstance(_answer(generator, sent, arrays), Messages)))
+        return arrays
+
+    while True:
+        messages.append(jax.eval_shape(send, like, state, messages))
+        is_mean, is_last = found[-1]
+        if is_last:
+            break
+        if not is_mean:
+            raise ValueError("this reducer gathers in a message before its last, and islands average these")
+    if not any(messages):
+        raise ValueError("this reducer sends nothing")
+    return messages, is_mean
+
+
+def _find_disagreement(mean: set[int], own: set[int], replicated: set[int], *, is_mean: bool) -> str | None:
     """Why islands would not compute the same from the same bytes, or `None`.
 
     Each island decodes a member with its own drift and state in place of the member's, and takes the replicated leaves
-    of the reducer's state after the round from whichever member is decoded last. So the mean may depend on what
-    arrives and on what all islands have; the replicated leaves on the latter alone; and what feedback subtracts, which
-    is known before anything arrives, on everything but that.
+    of the reducer's state after the round from whichever member is decoded last, or from the mean of all where the
+    message is one. So the mean may depend on what arrives and on what all islands have, means of earlier messages
+    included; the replicated leaves on the latter alone, or on that mean; and what feedback subtracts, which is known
+    before the last message arrives, on everything but that.
     """
-    if any(mask & (OWN | ARRIVED) for mask in replicated):
+    if any(mask & (OWN if is_mean else OWN | ARRIVED) for mask in replicated):
         return "its state follows from the drifts of the members, so that each island would fit one by itself"
     if any(mask & OWN for mask in mean):
         return "its mean follows from this island's own drift beside what arrives, so that islands would differ"
@@ -424,18 +518,20 @@ def _find_disagreement(mean: set[int], own: set[int], replicated: set[int]) -> s
     return None
 
 
-def _trace_dependences(reducer: Reducer, like: PyTree, state: State, sent: list[Any]) -> list[set[int]]:
+def _trace_dependences(reducer: Reducer, like: PyTree, state: State, messages: list[list[Any]]) -> list[set[int]]:
     """What the mean, what is taken of the own drift, and the replicated leaves after a round follow from."""
     leaves, structure = jax.tree.flatten(state, is_leaf=is_mark)
+    *earlier, sent = messages
 
-    def run_round(drift: PyTree, leaves: list[Any], arrived: list[Any]) -> tuple[Any, Any, Any]:
-        reduced, after = run_messages(reducer, drift, structure.unflatten(leaves), arrived)
+    def run_round(drift: PyTree, leaves: list[Any], received: Received, arrived: list[Any]) -> tuple[Any, Any, Any]:
+        reduced, after = run_messages(reducer, drift, structure.unflatten(leaves), arrived, received)
         return reduced.mean, reduced.own, common_leaves(after)
 
-    traced, shapes = jax.make_jaxpr(run_round, return_shape=True)(like, leaves, sent)
+    traced, shapes = jax.make_jaxpr(run_round, return_shape=True)(like, leaves, earlier, sent)
     labels = (
         [OWN] * len(jax.tree.leaves(like))
         + [OWN if is_mark(leaf) else SHARED for leaf in leaves for _ in jax.tree.leaves(leaf)]
+        + [SHARED] * len(jax.tree.leaves(earlier))
         + [ARRIVED] * len(sent)
     )
     masks = jax.tree.unflatten(jax.tree.structure(shapes), propagate(traced, labels).masks)

@@ -1,7 +1,8 @@
 """Fragments in islands: which one a round is of, and a training state as one state for each fragment.
 
 The rounds of a run are one sequence, whatever the number of fragments, and each round is of one fragment, in turn. So
-members, commits and kept parameters are those of a run without fragments.
+members, commits and kept parameters are those of a run without fragments. Where the reducer sends several messages, a
+round is of one of them: a fragment has as many rounds, one after another, and the last of them merges it.
 """
 
 from collections.abc import Sequence
@@ -20,17 +21,19 @@ from ..state.marks import with_value
 
 
 class RoundOrder(NamedTuple):
-    """The fragments of a run's rounds, and the steps after which these end.
+    """The fragments and messages of a run's rounds, and the steps after which these end.
 
     Attributes:
-      order: the fragments of the first rounds, and of all later ones again and again.
-      firsts: the number of steps before the end of each of the first rounds.
-      sync_period: the number of steps between two rounds of a fragment.
+      order: the fragments that are merged first, and later again and again.
+      firsts: the number of steps before the end of each of these.
+      sync_period: the number of steps between two merges of a fragment.
+      messages: the number of messages of the reducer, each of which has a round.
     """
 
     order: tuple[int, ...]
     firsts: tuple[int, ...]
     sync_period: int
+    messages: int = 1
 
     @property
     def number(self) -> int:
@@ -39,17 +42,31 @@ class RoundOrder(NamedTuple):
 
     def fragment_in(self, number: int) -> int:
         """The fragment of a round."""
-        return self.order[number % self.number]
+        return self.order[self.merges_before(number) % self.number]
+
+    def message_in(self, number: int) -> int:
+        """The message of a round."""
+        return number % self.messages
+
+    def merges_in(self, number: int) -> bool:
+        """Whether a round merges its fragment: that of the last message."""
+        return self.message_in(number) == self.messages - 1
+
+    def merges_before(self, number: int) -> int:
+        """How many of the rounds before this one have merged a fragment."""
+        return number // self.messages
 
     def next_round(self, fragment: int, number: int) -> int:
-        """The first round of a fragment, from this one on."""
-        return number + (self.order.index(fragment) - number) % self.number
+        """The first round that merges a fragment, from this one on."""
+        merges = self.merges_before(number)
+        return self.messages * (merges + (self.order.index(fragment) - merges) % self.number + 1) - 1
 
     def steps_before(self, number: int) -> int:
         """The steps of the run when a round begins."""
-        if not number:
+        merges = self.merges_before(number)
+        if not merges:
             return 0
-        turn, place = divmod(number - 1, self.number)
+        turn, place = divmod(merges - 1, self.number)
         return self.firsts[place] + turn * self.sync_period
 
 

@@ -30,6 +30,7 @@ from . import protocol
 from .base import DamagedError, JoinOptions, RunMismatchError, RunMissingError
 from .connection import Connection
 from .exchange import (
+    Plan,
     RoundMethod,
     Shared,
     add_member,
@@ -101,7 +102,7 @@ def describe(
     local: LocalStepsState,
     params: PyTree | None,
     parts: Sequence[FragmentModel],
-    payloads: Sequence[list[Any]],
+    plans: Sequence[Plan],
     *,
     sync_period: int,
     needs_rate: bool,
@@ -114,8 +115,7 @@ def describe(
     device = jax.devices()[0]
     dtypes = {} if params is None else {"dtypes": _shapes(params)}
     described = [
-        _describe_part(method, part, payload, needs_rate=needs_rate)
-        for part, payload in zip(parts, payloads, strict=True)
+        _describe_part(method, part, plan, needs_rate=needs_rate) for part, plan in zip(parts, plans, strict=True)
     ]
     return dtypes | {
         "format": protocol.FORMAT,
@@ -131,13 +131,13 @@ def describe(
     }
 
 
-def _describe_part(method: RoundMethod, part: FragmentModel, payload: list[Any], *, needs_rate: bool) -> dict[str, Any]:
+def _describe_part(method: RoundMethod, part: FragmentModel, plan: Plan, *, needs_rate: bool) -> dict[str, Any]:
     """What the rounds of a fragment send and compute."""
     return {
         "reducer": _shapes(jax.eval_shape(method.reducer.init, part.local.anchor)),
-        "payload": [f"{x.dtype}{list(x.shape)}" for x in payload],
+        "payload": [f"{x.dtype}{list(x.shape)}" for message in plan.messages for x in message],
         "outer optimizer": _shapes(part.local.outer[0]),
-        "programs": _fingerprint(method, part.local, part.params, needs_rate=needs_rate),
+        "programs": _fingerprint(method, part.local, part.params, plan, needs_rate=needs_rate),
     }
 
 
@@ -147,20 +147,23 @@ def _shapes(tree: Any) -> dict[str, str]:
 
 
 def _fingerprint(
-    method: RoundMethod, local: LocalStepsState, params: PyTree, *, needs_rate: bool
+    method: RoundMethod, local: LocalStepsState, params: PyTree, plan: Plan, *, needs_rate: bool
 ) -> dict[str, dict[str, Any]]:
     """Text, numbers and results of the programs that all islands run alike; compiles none that meetings do not need."""
     anchor, params = _pattern(local.anchor, 1), _pattern(params, 2)
     reducer = _place_fresh(method.reducer.init(anchor), local.reducer[0])
     shared = Shared(anchor, _place_fresh(method.outer.init(anchor), local.outer[0]), common_leaves(reducer))
     one, start = np.float32(1), shared
-    encoding = (method, np.int32(0), measure_drift(anchor, params), reducer, one)
-    hosts = [to_host(x) for x in encode_drift(*encoding)[0]]
+    encodings, received = [], []
+    for _ in plan.messages:
+        encodings.append((method, np.int32(0), measure_drift(anchor, params), reducer, one, received))
+        received = [*received, [to_host(x) for x in encode_drift(*encodings[-1])[0]]]
+    *received, hosts = received
     total, replicated = method.begin_total(anchor), shared.reducer
-    adding = (method, total, hosts, one, reducer)
+    adding = (method, total, hosts, one, reducer, received)
     for _ in range(2):  # the second member is added to what the first left
         total, replicated = add_member(*adding)
-        adding = (method, total, hosts, one, reducer)
+        adding = (method, total, hosts, one, reducer, received)
     decoded = Shared(total, shared.outer, replicated)
     stepping = (method, shared, total, one, replicated, one)
     # The outer step takes the rate of the inner ones, or none.
@@ -170,7 +173,11 @@ def _fingerprint(
     begins, added, stepped = (_hash_parts(found) for found in (start, decoded, shared))
     parts = {
         # Not the outer state, which decoding leaves alone.
-        "reducer": (2, [encode_drift.trace(*encoding), add_member.trace(*adding)], [added[0], added[2]]),
+        "reducer": (
+            2,
+            [*(encode_drift.trace(*one) for one in encodings), add_member.trace(*adding)],
+            [added[0], added[2]],
+        ),
         "outer optimizer": (1, [take_outer_step.trace(*stepping)], stepped),
     }
     return {

@@ -1,7 +1,8 @@
 """An island as a machine: `enter` takes the run as it is, `meet` ends a round with the others, `leave` says so.
 
 A meeting follows the rounds that have ended, encodes what is ahead of the global parameters, brings it into the open
-round, waits for the commit, and applies it. Each part ends at the deadline, and the next meeting goes on there.
+round, waits for the commit, and applies it. Each part ends at the deadline, and the next meeting goes on there. Where
+the reducer sends several messages, a meeting does so for each of them.
 
 With fragments, all of this is about the one that the open round is of. Each has its own drift under way.
 
@@ -11,7 +12,7 @@ With fragments, all of this is about the one that the open round is of. Each has
 import logging
 import math
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -58,7 +59,7 @@ from .exchange import (
     with_shared,
     zeros_like,
 )
-from .fragments import Division, FragmentModel
+from .fragments import Division, FragmentModel, RoundOrder
 from .identity import log_entered
 from .looks import REMEMBERED_WAITS, Looks
 from .model import automatic_mesh, find_model, replace_model
@@ -134,8 +135,8 @@ class Island:
         self._offline_since: float | None = None
         self._is_lonely = False
         # For how long it waited in the last rounds, where it was its turn to commit and where not: the island that is
-        # last waits for no drift, but for the commit of one that looks now and then.
-        self._waits = {is_first: deque[float](maxlen=REMEMBERED_WAITS) for is_first in (True, False)}
+        # last waits for no drift, but for the commit of one that looks now and then. Each message has waits of its own.
+        self._waits = defaultdict[tuple[int, bool], deque[float]](lambda: deque(maxlen=REMEMBERED_WAITS))
 
     @property
     def run(self) -> str:
@@ -148,12 +149,16 @@ class Island:
         return self._replay.round
 
     @property
+    def _schedule(self) -> RoundOrder:
+        return self._replay.schedule
+
+    @property
     def _outbox(self) -> Outbox:
         """That of the fragment of the open round."""
         return self._outboxes[self._replay.fragment]
 
     def _new_outboxes(self) -> list[Outbox]:
-        return [Outbox(self._store) for _ in range(self._replay.schedule.number)]
+        return [Outbox(self._store) for _ in range(self._schedule.number)]
 
     def due(self, number: int) -> bool:
         """Whether to meet after step `number`, counted from 0: every `sync_period` steps; with fragments, for each.
@@ -165,7 +170,7 @@ class Island:
           ...     [number for number in range(7) if island.due(number)]
           [2, 5]
         """
-        schedule = self._replay.schedule
+        schedule = self._schedule
         return any(
             number + 1 >= first and (number + 1 - first) % schedule.sync_period == 0 for first in schedule.firsts
         )
@@ -219,12 +224,13 @@ class Island:
         state = self._with_model(state, *self._begin_counts(local, params))
         model = division.split(*find_model(state))
         # A program that compiles in a meeting would make the others wait.
-        for part in model:
+        for part, plan in zip(model, self._replay.plans, strict=True):
             compile_programs(
                 self._replay.method,
                 self._index,
                 part.local,
                 part.params,
+                plan=plan,
                 needs_rate=self._replay.needs_rate,
                 eager=options.eager,
             )
@@ -370,7 +376,7 @@ class Island:
             retries=traffic.retries,
             problem=problem or traffic.problem,
             digest=self._replay.digest,
-            fragment=self._replay.schedule.fragment_in(self._replay.round - 1) if self._replay.round else None,
+            fragment=self._schedule.fragment_in(self._replay.round - 1) if self._replay.round else None,
         )
         if leaving:
             self._take_back(model)
@@ -439,10 +445,11 @@ class Island:
         """Brings what is ahead of the global parameters into a round, again until one takes it or time is up."""
         self._come_back(model)
         # A meeting takes a round of one fragment; with `overlap` it sends the drift of the next one, too.
-        takes_one = self._replay.schedule.number > 1 and not self._options.overlap and not leaving
-        is_again = False
+        takes_one = self._schedule.number > 1 and not self._options.overlap and not leaving
+        is_again, is_new = False, self._outbox.flight is None
         while not self._behind:
-            is_new = self._outbox.flight is None
+            if not self._schedule.message_in(self._replay.round):
+                is_new = self._outbox.flight is None
             if not self._send(model, is_told=is_told, leaving=leaving, is_again=is_again):
                 break
             commit = self._await_commit()
@@ -452,9 +459,11 @@ class Island:
             if not is_counted:
                 self._follow(model)
             # A drift of an earlier meeting has counted, or a round ended without this one: at once for the next round.
-            if (is_counted and (is_new or takes_one)) or self._store.now() >= self._store.deadline:
+            has_merged = is_counted and not self._schedule.message_in(self._replay.round)
+            if (has_merged and (is_new or takes_one)) or self._store.now() >= self._store.deadline:
                 return
-        if leaving and not self._behind:
+        # What comes after a first message is not known before its round has ended.
+        if leaving and not self._behind and self._schedule.messages == 1:
             self._send_to_later_rounds(model, is_told=is_told)
 
     def _come_back(self, model: list[FragmentModel]) -> None:
@@ -471,7 +480,9 @@ class Island:
 
         `is_again` says that it has already come to the end of another round.
         """
-        waits, number = leaving or not self._options.overlap, self._replay.round
+        number = self._replay.round
+        # With `overlap` a first message is under way during the steps, and the others follow at once.
+        waits = leaving or not self._options.overlap or self._schedule.message_in(number) > 0
         if self._outbox.flight is None:
             if not self._encode(model, number, is_told=is_told, leaving=leaving):
                 self._note(nonfinite=True)
@@ -493,8 +504,8 @@ class Island:
         first = self._outbox.flight
         if first is None or first.round != self._replay.round:
             return
-        for number in range(self._replay.round + 1, self._replay.round + self._replay.schedule.number):
-            fragment = self._replay.schedule.fragment_in(number)
+        for number in range(self._replay.round + 1, self._replay.round + self._schedule.number):
+            fragment = self._schedule.fragment_in(number)
             # One that no round has counted is in none that is open: it is sent with all that came since.
             self._give_up(model[fragment], self._outboxes[fragment])
             if not self._encode(model, number, is_told=is_told, leaving=True):
@@ -519,13 +530,13 @@ class Island:
 
         Returns false if it is not finite: then the anchor is taken, and the inner optimizer restarts.
         """
-        fragment = self._replay.schedule.fragment_in(number)
+        fragment, merges = self._schedule.fragment_in(number), self._schedule.merges_in(number)
         part, outbox = model[fragment], self._outboxes[fragment]
         local = part.local
         drift = measure_drift(local.anchor, part.params)
         weight = self._weight_of(local, drift, is_told=is_told)
         arrays, after, finite, moved = encode_drift(
-            self._replay.method, self._index, drift, local.reducer[0], np.float32(weight)
+            self._replay.method, self._index, drift, local.reducer[0], np.float32(weight), self._replay.received
         )
         if not bool(to_host(finite)):
             self._take_anchors(model)
@@ -534,7 +545,7 @@ class Island:
         # Equal drifts of two processes of this name have two bodies.
         tag = f"{round_name(number, 'drift', self._options.name)}/{self._session}"
         place, body = self._replay.pack_body(tag, [to_host(x) for x in arrays], number)
-        base = self._replay.digests[fragment]
+        base = self._replay.base_of(fragment)
         record = Drift(
             session=self._session,
             body=place,
@@ -545,11 +556,11 @@ class Island:
             steps=int(to_host(local.since)[0]),
             rate=rate,
             waited=self._late < LATE_IS_SLOW,
-            leaving=leaving,
+            leaving=leaving and merges,
             run=self._replay.run.mark,
         )
         kept = drift
-        if self._options.eager and not leaving:
+        if self._options.eager and merges and not leaving:
             kept = self._take_share(part, drift, None if rate is None else np.float32(rate))
         flight = InFlight(place, drift, kept, after, record, float(to_host(local.rates)[0]))
         ahead = self._replay.expected if self._options.overlap and not leaving else ()
@@ -602,8 +613,8 @@ class Island:
 
     def _deliver(self, number: int, *, wait: bool) -> bool:
         """Brings the record of the drift into a round; returns false while its body is on the way."""
-        fragment = self._replay.schedule.fragment_in(number)
-        base = self._replay.digests[fragment]
+        fragment = self._schedule.fragment_in(number)
+        base = self._replay.base_of(fragment)
         state = self._outboxes[fragment].record_in(number, base, self._options.name, wait=wait)
         if state == "taken":
             # By an older process, which learns in the next round that there is this one; or by a newer one.
@@ -617,9 +628,10 @@ class Island:
         assert flight is not None
         at_least = options.begin_with if number == 0 else 1
         prefix, expected = round_name(number, ""), self._replay.expected
+        message = self._schedule.message_in(number)
         is_first = protocol.is_first_to_commit(options.name, expected, number)
         looks = Looks(
-            self._waits[is_first] or self._waits[True],
+            self._waits[message, is_first] or self._waits[message, True],
             started=store.now(),
             sent_at=flight.sent_at,
             request=max(store.request_seconds(), SHORTEST_LOOK),
@@ -663,7 +675,7 @@ class Island:
                 looks.decided(now, is_due=was_due)
             if commit is not None:
                 if not commit.missing:
-                    self._waits[is_first].append(looks.seconds_for_others(now))
+                    self._waits[message, is_first].append(looks.seconds_for_others(now))
                 return commit
             if count is not None and now >= store.deadline:
                 self._check_patience(count, now)
@@ -688,7 +700,7 @@ class Island:
                 damaged.add(name)
         # Where another disk is mounted by now, the round is not this run's to end.
         # A request more, so only before this island keeps what follows from the rounds that it has taken.
-        keeps = (number + 1) % self._replay.run.keep_every == 0
+        keeps = (number + 1) % self._replay.keep_every == 0
         self._replay.check_same(last=keeps)
         expected, base = self._replay.expected, self._replay.base
         commit = protocol.make_commit(seen, expected, drifts, damaged, base, own, self._replay.run.mark)
@@ -700,12 +712,15 @@ class Island:
     def _apply(self, model: list[FragmentModel], commit: Commit) -> bool:
         """Takes the outer step of a round; progress that it did not take stays ahead of the new anchor.
 
+        A round of a message before the last takes no progress.
+
         Returns whether the round took this island's drift.
         """
         replay, name = self._replay, self._options.name
         part, outbox, fragment = model[replay.fragment], self._outbox, replay.fragment
         flight, ahead = outbox.flight, measure_drift(part.local.anchor, part.params)
-        if commit.base != replay.base:
+        differs, merges = commit.base != replay.base, self._schedule.merges_in(replay.round)
+        if differs:
             self._take_kept_anchors(model)
         local = part.local
         self._too_few_since = None
@@ -713,10 +728,15 @@ class Island:
         is_counted = flight is not None and bodies.get(name) == flight.body
         expected = tuple(sorted({*replay.expected, *bodies, *commit.missing}))
         shared = replay.advance(local, commit)
-        if flight is not None and is_counted:
+        if not merges:
+            outbox.clear()
+            self._note(late=not is_counted or self._report.late)
+            local = move_counts(local, np.int32(replay.round))
+        elif flight is not None and is_counted:
             ahead = subtract(ahead, flight.ahead)
             local = self._take_counted(local, outbox)
-            is_slow = protocol.is_too_old(flight.body, replay.round - 1, 1)
+            # One that decodes alike in its own round alone was encoded again.
+            is_slow = self._report.late or protocol.is_too_old(flight.body, replay.round - 1, 1)
             self._late = self._late + 1 if is_slow else 0
             self._note(counted=True, examples=self._report.examples + flight.record.examples)
         else:
@@ -726,11 +746,12 @@ class Island:
             ahead = self._drop_old(ahead, fragment)
             local = move_counts(local, np.int32(replay.round))
         part.local = with_shared(local, shared)
-        part.params = rebase(shared.anchor, part.params, ahead)
+        if merges or differs:
+            part.params = rebase(shared.anchor, part.params, ahead)
         self._store.forget_answers()
         self._note(members=tuple(bodies), missing=commit.missing, expected=expected)
         self._warn_if_alone(commit, outbox)
-        if commit.by == name and replay.round % replay.run.keep_every == 0 and self._entered:
+        if commit.by == name and replay.round % replay.keep_every == 0 and self._entered:
             arrays = copy_shared_to_host([select_shared(part.local) for part in model])
             if jax.process_index() == 0:
                 self._cleaner.start(replay.round, replay.digest, replay.counted_bodies(), arrays, replay.rounds)
@@ -800,7 +821,9 @@ class Island:
                     self._apply(model, commit)
                 break
             locals_ = [part.local for part in model]
-        is_here, self._keeps_progress = (own_round, own_digest) == (replay.round, replay.digest), False
+        merges_before = self._schedule.merges_before
+        is_here = (merges_before(own_round), own_digest) == (merges_before(replay.round), replay.digest)
+        self._keeps_progress = False
         for fragment, part in enumerate(model):
             # The drift of an earlier process of this name will count in an open round: it must not be sent again.
             number = replay.schedule.next_round(fragment, replay.round)

@@ -35,19 +35,19 @@ def join(
     begin: bool = True,
     moments: Moments = "own",
 ) -> Iterator["Island"]:
-    """Joins a run of several training jobs that meet every `H` steps over a shared folder or bucket.
+    """Joins a run of training jobs that meet every `H` steps over a shared folder or bucket.
 
     Each is an *island*, with its own mesh. In a round it puts its drift `Δ_w = a - p_w`, coded by the reducer,
-    into the store, and all take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. An island that is killed,
-    late or new restarts no other. Each round is of one fragment.
+    into the store, and all take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. One that is killed, late or
+    new restarts no other. A round is of one fragment and message.
 
     *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down; on joining,
     kept parameters and the rounds since.
 
     Args:
       url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
-      tx: from `local_steps(..., axis=None)` or a recipe; its reducer is `exact()`,
-        `compressed(code)` or error feedback around these.
+      tx: from `local_steps(..., axis=None)` or a recipe; its reducer is `exact()`, `compressed(code)`,
+        `power_sgd(rank)`, or error feedback around one.
       name: of this island; a new job under an old name takes its place.
       round_timeout: seconds to wait for others; no call takes more than a second longer.
       begin_with: how many the first round waits for.
@@ -56,7 +56,7 @@ def join(
       patience: seconds until too few or a lost store are an error.
       overlap: exchange during training, and merge at the next meeting.
       eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
-      keep_every: rounds between kept global parameters; the opener decides.
+      keep_every: rounds between kept parameters; the opener decides.
       begin: `False` if the run must exist already.
       moments: of the inner optimizer: "own", as they enter, or "fresh".
 

@@ -22,6 +22,7 @@ from .base import DamagedError, RunMismatchError
 from .cleanup import KEPT_ANCHORS, keep_anchor, last_forgotten
 from .connection import Connection
 from .exchange import (
+    Plan,
     RoundMethod,
     Shared,
     add_member,
@@ -29,7 +30,9 @@ from .exchange import (
     copy_shared_to_host,
     describe_shared,
     digest_of,
+    mean_of,
     needs_rate,
+    renew_reducer,
     restore_shared,
     select_shared,
     take_outer_step,
@@ -120,8 +123,9 @@ class Replay:
 
     Attributes:
       round: the open round.
-      schedule: which fragment a round is of.
+      schedule: which fragment and which message a round is of.
       digests: of the global parameters before it, by fragment.
+      received: the means of the messages before that of the open round.
       expected: the islands that the last commit expects in it.
       counted: the bodies that the last rounds took, by island and fragment.
       needs_rate: whether the outer step needs the learning rate of the inner ones.
@@ -134,6 +138,7 @@ class Replay:
         self.method = RoundMethod(config.reducer, config.outer, config.merge)
         self.schedule = schedule_of(config)
         self.round, self.digests = 0, [""] * self.schedule.number
+        self.received: list[list[np.ndarray]] = []
         self.expected: tuple[str, ...] = ()
         self.counted: dict[tuple[str, int], str] = {}
         self.needs_rate = False
@@ -145,8 +150,8 @@ class Replay:
         # The name of the kept parameters that are on their way.
         self._wanted: str | None = None
         self._store, self._config, self._reducer = store, config, config.reducer
-        # What the drift of each fragment consists of.
-        self._payloads: list[list[Any]] = []
+        # What the messages of each fragment consist of.
+        self.plans: list[Plan] = []
         self._updates: list[Any] = []
         self._bodies: dict[str, list[Any]] = {}
         # This island's own drift of each fragment, which several rounds may read.
@@ -155,7 +160,12 @@ class Replay:
     @property
     def rounds(self) -> int:
         """For so many rounds a body can be counted."""
-        return most_rounds(self.run.keep_every, self.schedule.number)
+        return most_rounds(self.keep_every, self.schedule.messages * self.schedule.number)
+
+    @property
+    def keep_every(self) -> int:
+        """The number of rounds between kept global parameters, which are those of no unfinished merge."""
+        return self.run.keep_every * self.schedule.messages
 
     @property
     def fragment(self) -> int:
@@ -164,8 +174,16 @@ class Replay:
 
     @property
     def base(self) -> str:
-        """The digest that drifts of the open round start from: that of its fragment."""
-        return self.digests[self.fragment]
+        """The digest that drifts of the open round start from: that of its fragment, and of what was received."""
+        return self.base_of(self.fragment)
+
+    def base_of(self, fragment: int) -> str:
+        """The digest that drifts of the next round of a fragment start from, as far as that is known."""
+        digest = self.digests[fragment]
+        if fragment != self.fragment or not self.received:
+            return digest
+        received = b"".join(x.tobytes() for arrays in self.received for x in arrays)
+        return hash_of(digest.encode() + received)
 
     @property
     def digest(self) -> str:
@@ -183,15 +201,16 @@ class Replay:
           The fragments of the model.
 
         Raises:
-          ValueError: the reducer sends no message of its own or several, or a fragment has no leaves.
+          ValueError: islands cannot take the reducer, or a fragment has no leaves.
           RunMismatchError: the run has another model or method.
           RunMissingError: there is no run, and `begin` is false.
         """
         division = divide(self._config, local.anchor)
         parts = division.split(local, local.anchor if params is None else params)
         anchors = [part.local.anchor for part in parts]
-        sent = [check_reducer(self._reducer, anchor) for anchor in anchors]
-        self._payloads, self.lasts = [each.arrays for each in sent], all(each.lasts for each in sent)
+        self.plans = [check_reducer(self._reducer, anchor) for anchor in anchors]
+        self.schedule = self.schedule._replace(messages=len(self.plans[0].messages))
+        self.lasts = all(plan.lasts for plan in self.plans)
         self._updates = [jax.eval_shape(lambda anchor: anchor, anchor) for anchor in anchors]
         self.needs_rate = needs_rate(self.method.outer, local.anchor)
         describe = partial(
@@ -200,7 +219,7 @@ class Replay:
             local,
             params,
             parts,
-            self._payloads,
+            self.plans,
             sync_period=self._config.sync_period,
             needs_rate=self.needs_rate,
             fragments=division.describe(self.schedule),
@@ -211,7 +230,7 @@ class Replay:
 
     def go_to(self, anchor: protocol.Anchor, locals_: Sequence[LocalStepsState]) -> None:
         """Makes the round after kept global parameters, which these states have, the open one."""
-        self.round, self.kept = anchor.round, anchor.round
+        self.round, self.kept, self.received = anchor.round, anchor.round, []
         self.counted = {self._key(name, body): body for name, body in anchor.counted}
         self._name_bits(locals_)
         before = self._last = read_commit(self._store, anchor.round - 1) if anchor.round else None
@@ -324,11 +343,17 @@ class Replay:
             raise _LeftBehindError
 
     def advance(self, local: LocalStepsState, commit: Commit) -> Shared:
-        """Takes the outer step of the open round, of whose fragment this is the state; the next round is open then."""
-        fragment = self.fragment
-        shared = self._take_step(select_shared(local), local.reducer[0], commit, self.round)
+        """Takes the outer step of the open round, of whose fragment this is the state; the next round is open then.
+
+        A round of a message before the last has no outer step: its mean is received.
+        """
+        fragment, merges = self.fragment, self.schedule.merges_in(self.round)
+        shared = self._end_round(select_shared(local), local.reducer[0], commit, self.round)
         self.round, self._bodies, self._last = self.round + 1, {}, commit
-        self.digests[fragment], self.expected = digest_of(shared), commit.expected
+        self.expected = commit.expected
+        if not merges:
+            return shared
+        self.digests[fragment] = digest_of(shared)
         # The islands that sent most recently come last.
         bodies = {(member.name, fragment): member.body for member in commit.members}
         counted = {key: body for key, body in self.counted.items() if key not in bodies} | bodies
@@ -340,11 +365,12 @@ class Replay:
         anchor, found = self.load_newest(locals_)
         if anchor.round > self.round:
             raise _LeftBehindError
+        self.received = []
         for number in range(anchor.round, self.round):
             commit, fragment = self.read_commit(number), self.schedule.fragment_in(number)
             assert commit is not None
             local = found[fragment]
-            shared = self._take_step(select_shared(local), local.reducer[0], commit, number)
+            shared = self._end_round(select_shared(local), local.reducer[0], commit, number)
             found[fragment] = with_shared(local, shared)
         self._name_bits(found)
         return found
@@ -384,7 +410,7 @@ class Replay:
             if body is None:
                 self.check_not_forgotten(number)
                 raise DamagedError(f"the store has no body {place}, which a drift names")
-            self._bodies[place] = self._decode(place, body, fragment)
+            self._bodies[place] = self._decode(place, body, number)
         return self._bodies[place]
 
     def pack_body(self, tag: str, arrays: list[Any], number: int) -> tuple[str, bytes]:
@@ -395,18 +421,32 @@ class Replay:
         body = protocol.pack(tag, arrays)
         place = protocol.body_place(number, body)
         # Decoded as all islands decode it, so that their bits are the same.
-        self.own[fragment] = (place, self._decode(place, body, fragment))
+        self.own[fragment] = (place, self._decode(place, body, number))
         return place, body
 
-    def _decode(self, place: str, body: bytes, fragment: int) -> list[Any]:
-        codec = self._reducer.forms.codec
+    def _decode(self, place: str, body: bytes, number: int) -> list[Any]:
+        codec, fragment = self._reducer.forms.codec, self.schedule.fragment_in(number)
         if codec is None:
-            return protocol.unpack(place, body, self._payloads[fragment])
+            payload = self.plans[fragment].messages[self.schedule.message_in(number)]
+            return protocol.unpack(place, body, payload)
         (code,) = protocol.unpack(place, body, None)
         try:
             return codec.decode(code.tobytes(), self._updates[fragment])
         except DamagedCodeError as error:
             raise DamagedError(f"the body {place} is no code of {codec.name}: {error}") from error
+
+    def _end_round(self, shared: Shared, reducer: State, commit: Commit, number: int) -> Shared:
+        if not self.schedule.merges_in(number):
+            self.received.append(self._mean_of(commit, number))
+            return shared
+        shared = self._take_step(shared, reducer, commit, number)
+        self.received = []
+        return shared
+
+    def _mean_of(self, commit: Commit, number: int) -> list[np.ndarray]:
+        like = self.plans[self.schedule.fragment_in(number)].messages[self.schedule.message_in(number)]
+        bodies = [self.body(member.body, number) for member in commit.members]
+        return mean_of(bodies, [member.weight for member in commit.members], like)
 
     def _take_step(self, shared: Shared, reducer: State, commit: Commit, number: int) -> Shared:
         # Δ = Σ n_w D(C(Δ_w)) / Σ n_w over the members of the commit, in its order: the same bits on every island
@@ -418,5 +458,10 @@ class Replay:
         total, replicated = self.method.begin_total(shared.anchor), shared.reducer
         for member in commit.members:
             arrays = self.body(member.body, number)
-            total, replicated = add_member(self.method, total, arrays, np.float32(member.weight), reducer)
+            total, replicated = add_member(
+                self.method, total, arrays, np.float32(member.weight), reducer, self.received
+            )
+        if self.plans[self.schedule.fragment_in(number)].renews:
+            means = self._mean_of(commit, number)
+            replicated = renew_reducer(self.method, shared.anchor, means, reducer, self.received)
         return take_outer_step(self.method, shared, total, np.float32(weight), replicated, rate)

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from island_stores import wrap
-from islands_run import bodies_under_way, wait_for_upload
+from islands_run import bodies_under_way, method, wait_for_upload
 from virtual_clock import VirtualClock
 
-import jaxdist as jd
 from jaxdist import islands
 from jaxdist.islands.fragments import divide
 from jaxdist.local_sgd.local_steps import method_of
@@ -43,28 +42,38 @@ class Played(NamedTuple):
 
 
 @cache
-def stepping(fragments):
+def stepping(fragments, reducer="exact"):
     """A transformation with a meeting after each step, the step, and a state to begin with."""
-    tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=fragments, fragments=fragments, axis=None)
+    tx = method(reducer, inner=optax.sgd(0.1), sync_period=fragments, fragments=fragments)
 
     @jax.jit
     def step(state):
         updates, opt = tx.update(state["params"], state["opt"], state["params"], sync=(), examples=EXAMPLES)
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
 
-    params = [jnp.ones(2)] * FRAGMENTS
+    params = [jnp.ones((2, 3))] * FRAGMENTS
     return tx, step, {"params": params, "opt": tx.init(params)}
 
 
 def play_paces(
-    patch, names, pace, *, store, meetings=10**9, seconds=math.inf, request_seconds=0.0, fragments=1, **options
+    patch,
+    names,
+    pace,
+    *,
+    store,
+    meetings=10**9,
+    seconds=math.inf,
+    request_seconds=0.0,
+    fragments=1,
+    reducer="exact",
+    **options,
 ):
     """Lets islands train for `pace(name, draws)` seconds before each meeting; returns what became of each, by name.
 
     Each ends after so many meetings, or the first one after so many seconds. Requests take `request_seconds` in the
     mean; with `overlap` these must be none, since they are under way beside the training.
     """
-    tx, step, begin = stepping(fragments)
+    tx, step, begin = stepping(fragments, reducer)
     clock, found = VirtualClock(len(names)), {}
     clock.rule(patch)
     began = clock.monotonic()

@@ -27,6 +27,11 @@ REDUCERS = {
     "4 bits with feedback": lambda: jd.error_feedback(jd.compressed(jd.qsgd(4))),
     "sparse with feedback": lambda: jd.error_feedback(jd.compressed(jd.top_k(0.1))),
 }
+# Each message has a round.
+REDUCERS_OF_TWO_MESSAGES = {
+    "low rank": lambda: jd.power_sgd(1, min_compression_rate=0),
+    "low rank with feedback": lambda: jd.error_feedback(jd.power_sgd(1, min_compression_rate=0)),
+}
 
 
 class State(NamedTuple):
@@ -40,7 +45,7 @@ def outer():
 
 def method(reducer="exact", *, inner=None, sync_period=H, outer=outer, **options):
     inner, options = inner or optax.adam(0.05), {"sync_period": sync_period, "axis": None, **options}
-    return jd.local_steps(inner, outer(), reducer=REDUCERS[reducer](), **options)
+    return jd.local_steps(inner, outer(), reducer=(REDUCERS | REDUCERS_OF_TWO_MESSAGES)[reducer](), **options)
 
 
 def begin(tx, fill=0.0):
@@ -58,6 +63,30 @@ def step_of(tx):
         return State(optax.apply_updates(state.params, updates), opt)
 
     return step
+
+
+def on_a_mesh(tx, steps, examples=None):
+    """Trains three workers of `local_steps` on one mesh."""
+
+    def step(state, batch):
+        goal, *given = jax.tree.map(lambda x: x[0], batch)
+        gradient = {"w": state.params["w"] - goal, "b": state.params["b"]}
+        given = {"examples": given[0]} if given else {}
+        updates, opt = tx.update(gradient, state.opt, state.params, **given)
+        return State(optax.apply_updates(state.params, updates), opt), {}
+
+    params = begin(tx).params
+    state = jd.place(State(jd.PerWorker(params), tx.init(params)), 3)
+    run_step = jd.simulate(step, workers=3)
+    for _ in range(steps):
+        state, _ = run_step(state, (GOALS[:3], *([] if examples is None else [jnp.asarray(examples)])))
+    return global_params(state)
+
+
+def assert_within_ulps(found, expected, ulps):
+    """Up to so many units in the last place of the largest entry of a leaf."""
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.max(np.abs(x - y)) <= ulps * np.spacing(np.max(np.abs(np.asarray(y))))
 
 
 def train(
@@ -126,16 +155,38 @@ def contribution(store, name, number, tx, state):
     return decoded(store.get(protocol.body_name(body)), body, tx, state)
 
 
-def decoded(body, place, tx, state):
+def decoded(body, place, tx, state, received=()):
     """What a body adds: of a fragment, with zeros for the leaves of the others."""
-    config, local = method_of(tx), state.opt
-    division, fragment = divide(config, local.anchor), schedule_of(config).fragment_in(protocol.round_of(place))
+    config, local, fragment = method_of(tx), state.opt, rounds_of(tx).fragment_in(protocol.round_of(place))
+    division = divide(config, local.anchor)
     parts = division.split_locals(local)
-    payload, decode = decoder(tx, fragment)
-    arrays = [jnp.asarray(x) for x in protocol.unpack(place, body, payload)]
+    plan, decode = decoder(tx, fragment)
+    arrays = [jnp.asarray(x) for x in protocol.unpack(place, body, plan.messages[-1])]
     trees = [jax.tree.map(np.zeros_like, total(part.anchor)) for part in parts]
-    trees[fragment] = total(decode(parts[fragment].anchor, arrays, parts[fragment].reducer[0])[0])
+    trees[fragment] = total(decode(parts[fragment].anchor, arrays, parts[fragment].reducer[0], received=received)[0])
     return merge(trees, division.labels)
+
+
+def received_before(place, bodies, commits, tx):
+    """The means of the messages before that of a body, from the bodies and the commits of all rounds."""
+    rounds, number = rounds_of(tx), protocol.round_of(place)
+    messages = decoder(tx, rounds.fragment_in(number))[0].messages
+    ends = [
+        commits[protocol.round_name(before, "commit")] for before in range(number - rounds.message_in(number), number)
+    ]
+    return [
+        exchange.mean_of(
+            [protocol.unpack(member.body, bodies[member.body], like) for member in end.members],
+            [member.weight for member in end.members],
+            like,
+        )
+        for end, like in zip(ends, messages)
+    ]
+
+
+def rounds_of(tx):
+    """The fragments and messages of the rounds of a run."""
+    return schedule_of(method_of(tx))._replace(messages=len(decoder(tx, 0)[0].messages))
 
 
 @cache
@@ -143,7 +194,7 @@ def decoder(tx, fragment):
     """The shapes of what an island sends for a fragment, and what decodes it, compiled once."""
     config, local = method_of(tx), begin(tx).opt
     anchor = divide(config, local.anchor).split_locals(local)[fragment].anchor
-    return exchange.check_reducer(config.reducer, anchor).arrays, jax.jit(partial(exchange.decode, config.reducer))
+    return exchange.check_reducer(config.reducer, anchor), jax.jit(partial(exchange.decode, config.reducer))
 
 
 def left_of(state):
