@@ -33,6 +33,8 @@ from type_checks import install_import_hook
 install_import_hook("jaxdist")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# No test reads from which line of which caller an operation comes; writing it down took a twelfth of the suite's time.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # A trace makes many objects and few cycles: look for them less often.
 gc.set_threshold(20_000, 10, 10)
@@ -73,6 +75,10 @@ def pytest_collectstart():
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish():
+    gc.freeze()  # pytest looks through all that is left five times
 
 
 class MemoryLimit:

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import DTypeLike, Inexact, Num
 
+from .branches import bind
 from .compat import REORDERS_PRODUCTS
 from .types import Array, Float, Int, Shaped
 
@@ -73,7 +74,7 @@ def largest_entry(
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _largest_float(x: Array, axes: tuple[int, ...]) -> Array:
     return lax.platform_dependent(
-        x, cpu=partial(_largest_by_bits, axes=axes), default=partial(jnp.max, axis=axes, keepdims=True)
+        x, cpu=bind(_largest_by_bits, axes=axes), default=bind(jnp.max, axis=axes, keepdims=True)
     )
 
 
@@ -111,13 +112,17 @@ def smallest_entry(
 
 def largest_magnitude(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
     """`max |x|` of each float32 row; NaN where there is one. Rows have at least one entry."""
+    return lax.platform_dependent(rows, cpu=_largest_magnitude_by_bits, default=_largest_magnitude)
 
-    def reduce_bits(x):
-        # As integers, the bits of floats that are not negative have the order of the floats, NaN last.
-        bits = _largest_of_rows(lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF)
-        return lax.bitcast_convert_type(bits, jnp.float32)[:, None]
 
-    return lax.platform_dependent(rows, cpu=reduce_bits, default=lambda x: jnp.max(jnp.abs(x), axis=1, keepdims=True))
+def _largest_magnitude_by_bits(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
+    # As integers, the bits of floats that are not negative have the order of the floats, NaN last.
+    bits = _largest_of_rows(lax.bitcast_convert_type(rows, jnp.int32) & 0x7FFFFFFF)
+    return lax.bitcast_convert_type(bits, jnp.float32)[:, None]
+
+
+def _largest_magnitude(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
+    return jnp.max(jnp.abs(rows), axis=1, keepdims=True)
 
 
 def _largest_of_rows(x: Int[Array, "rows width"]) -> Int[Array, " rows"]:
@@ -153,9 +158,13 @@ def sum_rows(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
     # XLA:CPU vectorizes only the sums in a product with a vector from the left: this is fifteen times faster.
     return lax.platform_dependent(
         rows,
-        cpu=_sum_long_rows if rows.shape[1] >= LONG else lambda x: (jnp.ones(x.shape[1], x.dtype) @ x.T)[:, None],
-        default=lambda x: jnp.sum(x, axis=1, keepdims=True),
+        cpu=_sum_long_rows if rows.shape[1] >= LONG else _sum_by_product,
+        default=bind(jnp.sum, axis=1, keepdims=True),
     )
+
+
+def _sum_by_product(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
+    return (jnp.ones(rows.shape[1], rows.dtype) @ rows.T)[:, None]
 
 
 def _sum_long_rows(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
@@ -199,7 +208,7 @@ def sum_counts(counts: Int[Array, "*rows width"]) -> Int[Array, "*rows"]:
 def running_sum(x: Int[Array, " size"], *, most: int) -> Int[Array, " size"]:
     """`jnp.cumsum` of counts, each below `2**17` or all together below `2**24`, whose sum is at most `most`."""
     # In two levels, of which the lower is a product with a triangular matrix.
-    return lax.platform_dependent(x, tpu=_running_sum_of_lanes, default=partial(_running_sum_of_rows, most))
+    return lax.platform_dependent(x, tpu=_running_sum_of_lanes, default=bind(_running_sum_of_rows, most))
 
 
 def _running_sum_of_lanes(x: Int[Array, " size"]) -> Int[Array, " size"]:

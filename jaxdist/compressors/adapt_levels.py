@@ -12,13 +12,13 @@ References:
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.branches import bind
 from .._core.types import Array, Float
 from .._core.xla_quirks import smallest_entry
 from .nuqsgd import powers
@@ -324,7 +324,7 @@ def ratio_histogram(
         real,
         points,
         tpu=_count_by_comparison,
-        default=partial(_count_by_scatter, stretch=_stretch(bucket), lowest=0.0 if magnitudes else -1.0),
+        default=bind(_count_by_scatter, stretch=_stretch(bucket), lowest=0.0 if magnitudes else -1.0),
     )
     weights = jnp.where(norms == 0, 0.0, norms**norm_power)
     return jnp.sum(counts * weights, axis=0)

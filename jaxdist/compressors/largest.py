@@ -1,13 +1,13 @@
 """The entries of largest magnitude of a vector, or of each row: a search for a threshold, or `lax.top_k`."""
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.branches import bind
 from .._core.types import Array, Float, Int, UInt
 from .._core.xla_quirks import sum_counts
 from .bitmaps import WORD, first_ones, full, ones, positions, to_bitmap
@@ -75,21 +75,21 @@ def largest_by_threshold(x: Float[Array, "*rows width"], count: int) -> Int[Arra
     width = x.shape[-1]
     if count == width:
         return lax.iota(jnp.int32, x.size)
-    search = partial(_largest_by_search, count=count)
+    search = bind(_largest_by_search, count=count)
     if x.size > SMALL:
         return search(x)
     # XLA:TPU makes a larger program of a sort, which takes longer to compile.
-    sort = partial(largest_by_sorting, count=count)
+    sort = bind(largest_by_sorting, count=count)
     return lax.platform_dependent(x, tpu=search, default=sort) if x.ndim == 1 else sort(x)
 
 
 def _largest_by_search(x: Float[Array, "*rows width"], count: int) -> Int[Array, " kept"]:
-    all_at_once = partial(_find_candidates, count=count, most=count)
+    all_at_once = bind(_find_candidates, count=count, most=count)
     if x.size <= SMALL or x.shape[-1] < 4 * count:
         return all_at_once(x)
     # A TPU reads the array in a fraction of the time in which it gathers candidates, one number after the other, and
     # the program of two searches is twice as long.
-    candidates = partial(_largest_of_candidates, count=count, most=2 * count)
+    candidates = bind(_largest_of_candidates, count=count, most=2 * count)
     return lax.platform_dependent(x, tpu=all_at_once, default=candidates)
 
 
@@ -106,12 +106,12 @@ def _largest_of_candidates(x: Float[Array, "*rows width"], count: int, most: int
 
 def _largest_of_few(x: Float[Array, "*rows width"], count: int) -> Int[Array, " kept"]:
     """The same positions as both ways of finding them, by the faster one."""
-    search = partial(largest_by_threshold, count=count)
+    search = bind(largest_by_threshold, count=count)
     if x.ndim == 1:
         return search(x)
     # XLA:CPU takes six times as long to sort short rows as to search them, in some twenty passes. On a GPU the host
     # decides after each pass whether another follows, which together takes longer than to sort all rows in one kernel.
-    return lax.platform_dependent(x, cpu=search, default=partial(largest_by_sorting, count=count))
+    return lax.platform_dependent(x, cpu=search, default=bind(largest_by_sorting, count=count))
 
 
 def _find_candidates(x: Float[Array, "*rows width"], count: int, most: int) -> Int[Array, " found"]:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import DTypeLike
 
+from .._core.branches import bind
 from .._core.checks import check_range
 from .._core.types import Array, Float, Shaped, UInt
 from .._core.xla_quirks import run_apart
@@ -229,12 +230,12 @@ def _pack_runs(cut: Callable[[Array], Array], x: Array, bits: int) -> UInt[Array
 
 
 def _unpack_runs(words: UInt[Array, "*runs bytes"], bits: int) -> UInt[Array, "*runs codes"]:
-    alone = partial(_unpack_rows, bits)
+    alone = bind(_unpack_rows, bits)
     return lax.platform_dependent(
         words,
-        cpu=partial(run_apart, alone) if words.size * 8 // bits >= SMALL else alone,
-        tpu=partial(_unpack_lanes, bits),
-        default=partial(_unpack_fields, bits, _split_planes),
+        cpu=bind(run_apart, alone) if words.size * 8 // bits >= SMALL else alone,
+        tpu=bind(_unpack_lanes, bits),
+        default=bind(_unpack_fields, bits, _split_planes),
     )
 
 
@@ -351,7 +352,7 @@ def _unpack_rest(words: UInt[Array, "*batch bytes"], bits: int, count: int) -> U
 def _concatenate(parts: Sequence[Array]) -> Array:
     if len(parts) == 1:
         return parts[0]
-    join = partial(jnp.concatenate, axis=-1)
+    join = bind(jnp.concatenate, axis=-1)
     # Fused with what follows, XLA:CPU would ask for each entry in which part it is.
-    apart = partial(run_apart, join) if sum(part.size for part in parts) >= SMALL // 8 else join
+    apart = bind(run_apart, join) if sum(part.size for part in parts) >= SMALL // 8 else join
     return lax.platform_dependent(list(parts), cpu=apart, default=join)
