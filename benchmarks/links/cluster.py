@@ -37,6 +37,7 @@ class Host(NamedTuple):
       interface: the name of its network interface.
       sent: bytes sent so far, headers included.
       set_rate: changes the rate of its link, in Mbit/s, in both directions.
+      dropped: packets that the queues of its link have dropped so far, in both directions.
     """
 
     command: list[str]
@@ -44,6 +45,7 @@ class Host(NamedTuple):
     interface: str
     sent: Callable[[], float]
     set_rate: Callable[[float], None] = lambda rate_mbit: None
+    dropped: Callable[[], int] = lambda: 0
 
 
 class Processes:
@@ -173,6 +175,7 @@ def hosts(count: int, rate_mbit: float, delay_ms: float = 0.0) -> Iterator[list[
                 "eth0",
                 partial(_shaped_bytes, command),
                 partial(_shape_both, names[i], switch, i, delay_ms, verb="change"),
+                partial(_dropped, [(names[i], "eth0"), (switch, f"port{i}")]),
             )
             for i, command in enumerate(inside)
         ]
@@ -277,6 +280,11 @@ def _shaped_bytes(inside: list[str]) -> float:
     # The queue counts every segment's headers; the interface counts one header for each 64 KiB.
     text = subprocess.run([*inside, "tc", "-s", "qdisc", "show", "dev", "eth0"], capture_output=True, text=True).stdout
     return float(re.search(r"Sent (\d+) bytes", text)[1])
+
+
+def _dropped(queues: list[tuple[str, str]]) -> int:
+    texts = [_run(*f"tc -s qdisc show dev {device}".split(), namespace=name).stdout for name, device in queues]
+    return sum(int(re.search(r"dropped (\d+)", text)[1]) for text in texts)
 
 
 def _remove(name: str) -> None:

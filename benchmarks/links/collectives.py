@@ -3,6 +3,8 @@
     sudo python benchmarks/links collectives --rate 100 --rate 1000 --delay 10 --out benchmarks/reports/NAME
 
 Each process has one device and one thread, on a host of its own. A collective is timed alone, in a program of its own.
+`exchange` is the library's all-to-all, of bytes. What each process receives is compared with what the others sent; a
+difference ends the run.
 """
 
 import argparse
@@ -17,7 +19,7 @@ from typing import Any
 import cluster
 import compare
 
-KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "exchange")
 SIZES = (2**10, 2**15, 2**17, 2**20, 2**22, 19_543_040)  # the last is the language model
 PAYLOAD = 1448 / 1514  # the share of a link that is payload: segments of 1448 bytes in frames of 1514
 FILE = "collectives.json"
@@ -28,6 +30,8 @@ class Timers(compare.System):
 
     def time(self, kind: str, size: int, turns: int) -> dict[str, Any]:
         answers = self.ask(kind=kind, size=size, turns=turns)
+        if not all(answer["right"] for answer in answers):
+            raise RuntimeError(f"wrong values after {kind} of {size} bytes")
         # A collective is over when the slowest process is done.
         return answers[0] | {"seconds": [max(times) for times in zip(*(answer["seconds"] for answer in answers))]}
 
@@ -43,7 +47,11 @@ def measure(given: argparse.Namespace) -> None:
                 for kind, size in ((kind, size) for kind in given.kinds for size in given.sizes):
                     turns = max(3, min(given.turns, round(0.5 * rate * 1e6 / 8 / size)))
                     setting = {"hosts": given.hosts, "rate_mbit": rate, "delay_ms": given.delay}
-                    records.append(setting | {"kind": kind, "size": size} | timers.time(kind, size, turns))
+                    before = sum(place.dropped() for place in places)
+                    timed = timers.time(kind, size, turns)
+                    # The first run counts, too.
+                    drops = (sum(place.dropped() for place in places) - before) / (turns + 1)
+                    records.append(setting | {"kind": kind, "size": size, "dropped": drops} | timed)
         finally:
             timers.close()
     path = given.out / FILE
@@ -61,8 +69,8 @@ def table(records: list[dict[str, Any]]) -> str:
     from jaxdist.analysis.step_time import StepCost, Traffic, network_seconds
 
     lines = [
-        "| hosts | link | collective | MB | ms | hops | predicted ms | error |",
-        "|--:|---|---|--:|--:|--:|--:|--:|",
+        "| hosts | link | collective | MB | ms | hops | predicted ms | error | packets dropped |",
+        "|--:|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     hops: dict[tuple, float] = {}
     for record in records:
@@ -77,6 +85,7 @@ def table(records: list[dict[str, Any]]) -> str:
         )
         cells = [str(record["hosts"]), name, record["kind"], f"{record['size'] / 1e6:.3f}", f"{1e3 * median:.1f}"]
         cells += [f"{traffic.hops:g}", f"{1e3 * predicted:.1f}", f"{100 * (predicted / median - 1):+.0f} %"]
+        cells += [f"{record['dropped']:.0f}" if "dropped" in record else ""]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -87,10 +96,12 @@ def answer_requests() -> None:
     os.environ["NPROC"] = "2"
     import jax
     import jax.numpy as jnp
+    import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxdist import analysis
     from jaxdist.analysis import step_time
+    from jaxdist.comm import over
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     workers = int(os.environ["WORLD_SIZE"])
@@ -104,7 +115,18 @@ def answer_requests() -> None:
         "all-gather": lambda x: jax.lax.all_gather(x, "data"),
         "all-to-all": lambda x: jax.lax.all_to_all(x.reshape(workers, -1), "data", 0, 0),
         "collective-permute": lambda x: jax.lax.ppermute(x, "data", ring),
+        # Codes are integers; floats go another way.
+        "exchange": lambda x: over("data").all_to_all(x.reshape(workers, -1)),
     }
+    rank = jax.process_index()
+    # What this process receives, of what all send. Sums of whole numbers are exact.
+    received = {
+        "all-reduce": sum,
+        "all-gather": np.stack,
+        "all-to-all": lambda sent: [x.reshape(workers, -1)[rank] for x in sent],
+        "collective-permute": lambda sent: sent[rank - 1],
+    }
+    received["exchange"] = received["all-to-all"]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     answers.write(json.dumps({"ready": {"jax": jax.__version__}}) + "\n")
@@ -113,17 +135,21 @@ def answer_requests() -> None:
         asked = json.loads(line)
         whole = PartitionSpec() if asked["kind"] == "all-reduce" else cut
         step = jax.jit(jax.shard_map(run[asked["kind"]], mesh=mesh, in_specs=cut, out_specs=whole))
-        local = jnp.ones(asked["size"] // 4, jnp.float32)
+        count, dtype = (asked["size"], np.uint8) if asked["kind"] == "exchange" else (asked["size"] // 4, np.float32)
+        sent = [np.random.default_rng(i).integers(0, 256, count // workers * workers) for i in range(workers)]
+        local = jnp.asarray(sent[rank].astype(dtype))
         x = jax.make_array_from_process_local_data(NamedSharding(mesh, cut), local)
         compiled = step.lower(x).compile()
         traffic = step_time.traffic(analysis.collectives(compiled), workers=workers, gloo=True)
         seconds = []
         for _ in range(asked["turns"] + 1):
             start = time.perf_counter()
-            jax.block_until_ready(compiled(x))
+            found = jax.block_until_ready(compiled(x))
             seconds.append(time.perf_counter() - start)
+        got = np.asarray(found.addressable_data(0)).ravel()
+        right = np.array_equal(got, np.ravel(received[asked["kind"]](sent)))
         # The first run also allocates.
-        answers.write(json.dumps({"seconds": seconds[1:], "traffic": traffic}) + "\n")
+        answers.write(json.dumps({"seconds": seconds[1:], "traffic": traffic, "right": right}) + "\n")
     jax.distributed.shutdown()
 
 

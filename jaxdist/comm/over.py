@@ -24,6 +24,7 @@ from ..state.marks import axis_tuple
 from .base import Comm, alone, check_permutation, combine_rows, complete_permutation, divisible, map_over_trees
 from .dtypes import check_bytes, check_number, check_ordered
 from .pair import choose_faster, exchange_pair, gather_pair, is_compressed, is_long, permute_pair
+from .turns import MOST_WORKERS, exchange_in_turns
 
 Axes = tuple[str, ...]
 
@@ -221,6 +222,10 @@ def _mesh_all_to_all(axes: Axes, x: Array) -> Array:
     def send(words):
         if words.shape[0] == _size(axes) == 2 and is_compressed(x) and is_long(words[0]):
             return choose_faster(words, plain=plain, cpu=partial(exchange_pair, axes))
+        more = words.shape[0] == _size(axes) <= MOST_WORKERS
+        if more and is_compressed(x) and is_long(words[0]):
+            in_turns = partial(exchange_in_turns, axes, permute=partial(_permute, axes))
+            return choose_faster(words, plain=plain, cpu=in_turns)
         return plain(words)
 
     return _send_words(_mark_varying(axes, x), send=send, plain=plain)
@@ -265,8 +270,7 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
 def _mesh_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
     check_bytes(x, has_zero=True)
     check_permutation(pairs, _size(axes))
-    names, placed = _in_mesh_order(axes, pairs)
-    plain = partial(lax.ppermute, axis_name=names, perm=placed)
+    plain = partial(_permute, axes, pairs=pairs)
 
     def send(words):
         if sorted(pairs) == [(0, 1), (1, 0)] and is_long(words):
@@ -274,6 +278,11 @@ def _mesh_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Arr
         return plain(words)
 
     return _send_words(_mark_varying(axes, x), send=send, plain=plain)
+
+
+def _permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
+    names, placed = _in_mesh_order(axes, pairs)
+    return lax.ppermute(x, names, placed)
 
 
 def _in_mesh_order(axes: Axes, pairs: Sequence[tuple[int, int]]) -> tuple[Axes, Sequence[tuple[int, int]]]:

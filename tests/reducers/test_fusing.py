@@ -8,7 +8,7 @@ from register_run import State
 
 import jaxdist as jd
 from jaxdist.wire.buffers import FEW, concatenate, from_byte_planes, fuse, fuse_bytes, split, to_byte_planes
-from jaxdist.wire.codec import decode_mean
+from jaxdist.wire.codec import AT_ONCE, decode_mean
 
 KINDS = [(3,), (), (4, 5), (2, 3, 2), (7,), (1,), (5, 4), (0, 4), (6, 6), (12,)]
 LIKE = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 10 * KINDS]
@@ -109,8 +109,9 @@ def test_leaves_beyond_32_bits_are_not_written_to_a_place(dtype, size):
     assert "dynamic_update_slice" in str(jax.make_jaxpr(lambda *leaves: concatenate(leaves))(like[-1], like[-1]))
 
 
-@pytest.mark.parametrize("platform", ["tpu", "default"])
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("platform", "workers"), [(name, n) for name in ("tpu", "cpu", "default") for n in (1, 2, 5)] + [("cpu", 13)]
+)
 def test_means_of_decoded_payloads(mesh, monkeypatch, platform, workers):
     """A TPU adds them to zeros, other backends to the first one: each counts once, in the type of the payloads."""
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *operands, **forms: forms[platform](*operands))
@@ -133,6 +134,22 @@ def test_means_of_decoded_payloads(mesh, monkeypatch, platform, workers):
     expected = np.arange(8)[:, None] * (codes * scales[:, None]).mean(0)
     for found in jax.jit(run)(codes, scales):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_few_payloads_are_decoded_at_once_on_cpu_only():
+    """XLA:CPU decodes inside a loop several times slower than outside; the programs of others are what they were."""
+
+    def mean(codes):
+        return decode_mean(lambda codes: codes.astype(jnp.float32), codes)
+
+    for workers, platform, loops in (
+        (AT_ONCE + 1, "cpu", 0),
+        (2 * AT_ONCE + 1, "cpu", 1),
+        (4, "cuda", 1),
+        (4, "tpu", 1),
+    ):
+        traced = jax.jit(mean).trace(jax.ShapeDtypeStruct((workers, 16), jnp.uint8))
+        assert traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == loops
 
 
 @pytest.mark.sampled(3)
