@@ -82,7 +82,7 @@ def _find_in_shard(index: Sequence[slice], old: Array, new: Array, count: int, s
     if count == 0:
         where, words = np.zeros(0, np.int64), np.zeros(0, f"uint{8 * new.dtype.itemsize}")
     elif count > MOST_CHANGED * new.size:
-        where, words = find_changes(*(np.asarray(_words_of(x)).reshape(-1) for x in (old, new)))
+        where, words = find_changes(*(np.asarray(bit_patterns(x)).reshape(-1) for x in (old, new)))
     else:
         room = max(LEAST_ROOM, 1 << (count - 1).bit_length())
         where, words = (x[:count] for x in jax.device_get(_compact(old, new, room)))
@@ -102,16 +102,16 @@ def _count(old: Array, new: Array) -> Int[Array, ""]:
 @partial(jax.jit, static_argnums=2)
 def _compact(old: Array, new: Array, room: int) -> tuple[Int[Array, " room"], UInt[Array, " room"]]:
     (where,) = jnp.nonzero(_differ(old, new).reshape(-1), size=room, fill_value=0)
-    return where.astype(jnp.int32), _words_of(new).reshape(-1)[where]
+    return where.astype(jnp.int32), bit_patterns(new).reshape(-1)[where]
 
 
 def _differ(old: Array, new: Array) -> Bool[Array, "*shape"]:
-    return _words_of(old) != _words_of(new)
+    return bit_patterns(old) != bit_patterns(new)
 
 
 @jax.jit
-def _words_of(x: Array) -> UInt[Array, "*shape"]:
-    """The bit patterns: equal numbers may differ in them, and NaN equals itself."""
+def bit_patterns(x: Array) -> UInt[Array, "*shape"]:
+    """The words of an array, if `can_compare`: equal numbers may differ in them, and NaN equals itself."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

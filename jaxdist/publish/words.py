@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
 from .base import PublishMismatchError
+from .changes import bit_patterns, can_compare
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
 
@@ -140,6 +141,9 @@ def _gather_leaf(x: Any, leaf: PublishedLeaf) -> Any:
     from jax.experimental import multihost_utils
 
     (narrow,) = _cast([x], (leaf.dtype,))
+    # As words: XLA:CPU gathers bfloat16 as float32, which does not keep every NaN.
+    if can_compare(narrow):
+        return np.ravel(multihost_utils.process_allgather(bit_patterns(narrow), tiled=True))
     return _view(np.asarray(multihost_utils.process_allgather(narrow, tiled=True)), leaf)
 
 
@@ -154,7 +158,7 @@ def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
 def _describe_leaf(name: str, x: Any, dtype: DTypeLike | None) -> PublishedLeaf:
     if isinstance(x, jax.Array) and is_key(x):
         raise ValueError(f"`{name}` is a key of random numbers; publish jax.random.key_data of it, or leave it out")
-    own = jnp.dtype(getattr(x, "dtype", np.asarray(x).dtype))
+    own = jnp.dtype(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
     narrow = dtype is not None and jnp.issubdtype(own, jnp.floating) and jnp.dtype(dtype).itemsize < own.itemsize
     return PublishedLeaf(name, tuple(np.shape(x)), str(jnp.dtype(dtype) if narrow else own))
 

@@ -347,6 +347,20 @@ def test_what_was_yielded_stays_as_it_is(states):
     assert [bits_of(params) for params in found] == [bits_of(params) for _, params in states]
 
 
+class Unreadable:
+    """An array whose numbers take long to get."""
+
+    shape, dtype = (3,), np.dtype(np.float32)
+
+    def __array__(self, *args, **kwargs):
+        raise AssertionError("copied to the host")
+
+
+def test_to_describe_an_array_copies_nothing():
+    (leaf,) = publish.words.describe([Unreadable()], jnp.bfloat16)
+    assert (leaf.shape, leaf.dtype) == ((3,), "bfloat16")
+
+
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_what_was_put_may_be_donated(place):
     double = jax.jit(lambda x: 2 * x, donate_argnums=0)
