@@ -42,7 +42,8 @@ class DeviceState:
     def words_after(self, words: "list[np.ndarray] | None", changes: Sequence[Changes]) -> list[np.ndarray]:
         """The words, from those of the state before, if there is one, which are changed in place."""
         if words is None:
-            return [to_words(x, leaf) for x, leaf in zip(self._arrays, self._leaves, strict=True)]
+            # Copies, which the next state changes.
+            return [np.array(to_words(x, leaf, copy=False)) for x, leaf in zip(self._arrays, self._leaves, strict=True)]
         for old, some in zip(words, changes, strict=True):
             apply_changes(old, some)
         return words
