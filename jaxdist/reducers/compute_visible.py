@@ -1,5 +1,6 @@
 """Compute-visible sparsification: only what changes the parameters as the model computes with them is sent."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax.typing import DTypeLike
 
 from .._core.checks import check_range
 from .._core.descriptions import with_description
-from .._core.types import Array, Bool, Float
+from .._core.types import Array
 from ..state.marks import name_leaf
 from .messages import as_generator, from_generator
 from .reducer import Extras, Reducer, Use, forward_forms, forward_limits, weakest
@@ -68,15 +69,7 @@ def compute_visible(reducer: Reducer, *, dtype: DTypeLike = jnp.bfloat16, scale:
     def messages(updates, state, comm, extras: Extras):
         if extras.params is None:
             raise ValueError(NO_PARAMS)
-
-        def keep_visible(path: Any, x: Array, param: Array) -> Array:
-            if x.shape != param.shape:
-                raise ValueError(
-                    f"{name_leaf('the update', path)} has shape {x.shape} and its parameter {param.shape}: {NO_PARTS}"
-                )
-            return jnp.where(is_visible(x, param, dtype, scale), x, 0)
-
-        visible = jax.tree_util.tree_map_with_path(keep_visible, updates, extras.params)
+        visible = jax.tree_util.tree_map_with_path(partial(_keep_visible, dtype, scale), updates, extras.params)
         return (yield from as_generator(reducer, visible, state, comm, extras))
 
     def rebuild(inner: Reducer) -> Reducer:
@@ -88,10 +81,11 @@ def compute_visible(reducer: Reducer, *, dtype: DTypeLike = jnp.bfloat16, scale:
     return from_generator("compute_visible", reducer.init, messages, law=weakest(reducer), forms=forms, limits=limits)
 
 
-def is_visible(
-    x: Float[Array, "*shape"], param: Float[Array, "*shape"], dtype: DTypeLike, scale: float | int = 1.0
-) -> Bool[Array, "*shape"]:
-    """Whether an update changes a parameter as the forward pass sees it; what is not finite does."""
+def _keep_visible(dtype: DTypeLike, scale: float | int, path: Any, x: Array, param: Array) -> Array:
+    if x.shape != param.shape:
+        name = name_leaf("the update", path)
+        raise ValueError(f"{name} has shape {x.shape} and its parameter {param.shape}: {NO_PARTS}")
     wide = jnp.promote_types(jnp.promote_types(x.dtype, param.dtype), jnp.float32)
     after = param.astype(wide) - x.astype(wide) * jnp.asarray(scale, wide)
-    return after.astype(dtype) != param.astype(dtype)
+    # NaN differs from everything, so that it is not kept back.
+    return jnp.where(after.astype(dtype) != param.astype(dtype), x, 0)
