@@ -47,6 +47,7 @@ REDUCERS = {
     "error_feedback(power_sgd(4))": lambda: jd.error_feedback(jd.power_sgd(4)),
     "error_feedback(two_shot(qsgd(4)))": lambda: jd.error_feedback(jd.two_shot(jd.qsgd(4))),
     "loco(two_shot(qsgd(4)))": lambda: jr.loco(jd.two_shot(jd.qsgd(4))),
+    "compute_visible(compressed(top_k(0.01)))": lambda: jr.compute_visible(jd.compressed(jd.top_k(0.01))),
     "ef21(compressed(top_k(0.01)))": lambda: jr.ef21(jd.compressed(jd.top_k(0.01))),
     "hierarchical(inner=exact(), outer=exact())": lambda: jd.hierarchical(inner=jd.exact(), outer=jd.exact()),
     "hierarchical(inner=exact(), outer=median())": lambda: jd.hierarchical(inner=jd.exact(), outer=jr.median()),

@@ -46,6 +46,7 @@ REDUCERS = {
     "exact()": jd.exact,
     "compressed(int8())": lambda: jd.compressed(jc.int8()),
     "compressed(top_k(0.1))": lambda: jd.compressed(jc.top_k(0.1)),
+    "compute_visible(exact())": lambda: jr.compute_visible(jd.exact()),
     "two_shot(int8())": lambda: jd.two_shot(jc.int8()),
     "ring(qsgd(4))": lambda: jr.ring(jc.qsgd(4)),
     "error_feedback(compressed(int4()))": lambda: jd.error_feedback(jd.compressed(jc.int4())),
@@ -100,7 +101,8 @@ def reducer_row(name):
     like = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 
     def step(state, batch):
-        reduced, kept = reducer.reduce(batch[0], state["kept"]["reducer"], jd.comm.over("data"))
+        extras = jr.Extras(params=jnp.ones(SHAPE))
+        reduced, kept = reducer.reduce(batch[0], state["kept"]["reducer"], jd.comm.over("data"), extras)
         return {"kept": {"reducer": kept}, "mean": reduced.mean}, ()
 
     def make_state():

@@ -4,8 +4,9 @@
 
 A GPT of the demo is trained by AdamW at 2e-3; from there AdamW on float32 parameters goes on at each of the `--rates`,
 with fresh moments or (`--moments kept`) with those it has, and publishes in bfloat16 after every step, through a store
-in memory. Beside each patch, of the same two states: zstd at `--levels` of the XOR of their bits and of the difference
-of their bit patterns. A follower reads every state, and compares it with the trainer's bit for bit.
+in memory. Beside each `put`, what it takes to copy the same numbers to the host. Beside each patch, of the same two
+states: zstd at `--levels` of the XOR of their bits and of the difference of their bit patterns. A follower reads every
+state, and compares it with the trainer's bit for bit.
 """
 
 import argparse
@@ -47,13 +48,17 @@ def measure_rate(given, config, work, params, opt_state, rate):
     tx = optax.adamw(rate)
     step = make_step(config, tx)
     opt_state = tx.init(params) if opt_state is None else opt_state
+    narrow = jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
     store, rows = jd.islands.memory(), []
     codecs = {level: zstandard.ZstdCompressor(level) for level in given.levels}
     following = jd.publish.follow(store, like=params, start="oldest", timeout=0, poll=0)
-    with jd.publish.open(store, dtype=jnp.bfloat16, anchor_every=10**6) as out:
+    with jd.publish.open(store, dtype=jnp.bfloat16, compare_on=given.compare_on, anchor_every=10**6) as out:
         old = None
         for number in range(given.steps + 1):
             jax.block_until_ready(params)
+            start = time.perf_counter()
+            jax.device_get(narrow(params))
+            copy = time.perf_counter() - start
             start, used = time.perf_counter(), time.process_time()
             out.put(params, step=number)
             put = time.perf_counter() - start
@@ -75,6 +80,7 @@ def measure_rate(given, config, work, params, opt_state, rate):
                     "changed": float(np.mean(old != new)),
                     "patch": out.newest.patch_bytes or out.newest.anchor_bytes,
                     "zstd": sizes,
+                    "copy_seconds": copy,
                     "put_seconds": put,
                     "sent_seconds": sent,
                     "sent_processor_seconds": used_to_send,
@@ -118,6 +124,7 @@ def make_table(found):
         "last step",
         "smallest zstd / whole copy",
         "patch / smallest zstd",
+        "put / copy to the host, s",
         "encode and send, processor s",
         "read and check, processor s",
     )
@@ -132,6 +139,7 @@ def make_table(found):
             f"{row['last_share']:.2%}",
             f"{best:.2%} ({row['best_zstd']})",
             f"{row['of_best_zstd']:.2f}",
+            f"{row['put_seconds']:.4f} / {row['copy_seconds']:.4f}",
             f"{row['sent_processor_seconds']:.2f}",
             f"{row['read_processor_seconds']:.2f}",
         )
@@ -146,6 +154,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", type=int, default=500, help="steps at 2e-3 before")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--moments", choices=("fresh", "kept"), default="fresh")
+    parser.add_argument("--compare-on", choices=("host", "device"), default="host")
     parser.add_argument("--levels", type=int, nargs="+", default=[3, 19], help="of zstd")
     parser.add_argument("--out", type=Path)
 

@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "cluster": "whether this machine can have shaped links, and how exact they are",
     "collectives": "seconds of single collectives by size, beside what the model predicts",
     "chunks": "whether one chunk is coded while another one travels",
+    "follow": "how long after a state is published a follower has it",
     "pipelined": "how much communication hides behind computation over shaped links",
 }
 

@@ -216,8 +216,8 @@ def _head_tables() -> tuple[np.ndarray, np.ndarray]:
     return np.where(whole, lengths, 0), np.where(whole, values, 0)
 
 
-def encode_symbols(symbols: np.ndarray, alphabet: int) -> bytes:
-    """Encodes u8 symbols below `alphabet`.
+def encode_symbols(symbols: np.ndarray, alphabet: int, *, most: int = LANE_SYMBOLS) -> bytes:
+    """Encodes u8 symbols below `alphabet`; a lane has `most` of them, which are as many steps of the decoder.
 
     Examples:
       >>> symbols = np.arange(10_000, dtype=np.uint8) % 64 // 63  # one in 64: 0.116 bits each, 145 bytes
@@ -230,7 +230,7 @@ def encode_symbols(symbols: np.ndarray, alphabet: int) -> bytes:
     counts = np.bincount(symbols, minlength=alphabet)
     shares = _round_shares(counts)
     bits = np.sum(counts * (SCALE - np.log2(np.maximum(shares, 1))))
-    lanes = max(1, int(bits) // LANE_BITS, len(symbols) // LANE_SYMBOLS)
+    lanes = max(1, int(bits) // LANE_BITS, len(symbols) // most)
     rows = -(-len(symbols) // lanes)
     # Filled up with the most frequent symbol.
     padded = np.full((rows, lanes), np.argmax(counts), np.uint8)

@@ -151,7 +151,9 @@ def _outer_step(
     def reduce(updates, state):
         # With numbers of leaves no worker is absent as a whole: it sends what it has kept.
         absent = None if examples is None or examples.ndim else examples
-        passed = Extras(learning_rate=extras.get("learning_rate"), examples=absent)
+        # A worker has shards of sharded parameters, and reduces them as vectors.
+        whole = None if has_shards(drift) else start
+        passed = Extras(learning_rate=extras.get("learning_rate"), examples=absent, params=whole)
         return reduce_groups(reducer, updates, state, comm, passed)
 
     # Δ = reduce(Δ_w), weighted by examples. Their number, which all workers with one model share, travels by itself

@@ -4,7 +4,8 @@ import os
 import threading
 import time
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,15 @@ from .cleaning import forget
 from .patches import encode_patch
 from .protocol import Publication
 from .requests import Requests, logger
-from .words import PublishedLeaf, check_equal, copy_to_host, describe, digest_of
+from .states import DeviceState, HostState, State
+from .words import PublishedLeaf, check_equal, describe, digest_of, gather
 
 
 def open(
     url: "str | os.PathLike[str] | SharedStore",
     *,
     dtype: DTypeLike | None = None,
+    compare_on: Literal["host", "device"] = "host",
     anchor_every: int = 50,
     keep: int = 100,
     patience: Number = 600.0,
@@ -49,6 +52,8 @@ def open(
       url: a folder, `s3://...`, `gs://...`, `az://...`, or a store of `jaxdist.islands`. It must be empty, or hold
         what another publisher of the same tree has left.
       dtype: in which wider floating-point leaves are published; all others keep their own.
+      compare_on: "host" copies all words to host memory in `put`; "device" copies within device memory, compares there,
+        and copies changed words alone. The streams are equal.
       anchor_every: states from one anchor to the next, which a newcomer reads besides an anchor.
       keep: how many states are kept at least, and the anchor before them; older ones are deleted. A follower that is
         further behind goes on with the newest anchor.
@@ -71,7 +76,7 @@ def open(
       (10, [0.0, 1.0, 2.0], 'bfloat16')
 
     References:
-      E. Miahi, E. Belilovsky, "Understanding and Exploiting Weight Update Sparsity for Communication-Efficient
+      Miahi, Belilovsky, "Understanding and Exploiting Weight Update Sparsity for Communication-Efficient
       Distributed RL", arXiv:2602.03839, 2026 (PULSESync). The code of the patches and the protocol are others here.
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
@@ -79,7 +84,10 @@ def open(
     check_count("anchor_every", anchor_every, 1)
     check_count("keep", keep, 1)
     check_range("patience", patience, 0)
-    return Publisher(Requests(open_store(url), patience), place_of(url), dtype, anchor_every, keep)
+    if compare_on not in ("host", "device"):
+        raise ValueError(f'compare_on must be "host" or "device", got {compare_on!r}')
+    take = HostState if compare_on == "host" else DeviceState
+    return Publisher(Requests(open_store(url), patience), place_of(url), dtype, take, anchor_every, keep)
 
 
 class Publisher:
@@ -90,21 +98,31 @@ class Publisher:
       skipped: how many states were not sent, since newer ones came before their turn.
     """
 
-    def __init__(self, requests: Requests, place: str, dtype: DTypeLike | None, anchor_every: int, keep: int):
+    def __init__(
+        self,
+        requests: Requests,
+        place: str,
+        dtype: DTypeLike | None,
+        take: Callable[[list[Any], list[PublishedLeaf]], State],
+        anchor_every: int,
+        keep: int,
+    ):
         self.newest: Publication | None = None
         self.skipped = 0
-        self._requests, self._place, self._dtype = requests, place, dtype
+        self._requests, self._place, self._dtype, self._take = requests, place, dtype, take
         self._anchor_every, self._keep = anchor_every, keep
         # Where a job has several processes, all call `put`, and one publishes.
         self._is_first = jax.process_index() == 0
         self._changed = threading.Condition()
-        self._pending: tuple[list[np.ndarray], int] | None = None
+        self._pending: tuple[State, int] | None = None
         self._is_closing = self._is_busy = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._leaves: list[PublishedLeaf] | None = None
-        # What the thread has published last: the state, its number, the hash of its record, and the last anchor.
+        # What the thread has published last: its words, if they are known, and the copy that they are from, its number,
+        # the hash of its record, and the last anchor.
         self._words: list[np.ndarray] | None = None
+        self._state: State | None = None
         self._number, self._hash, self._anchored = 0, "", 0
         if self._is_first:
             body = requests.get(protocol.DESCRIPTION)
@@ -112,35 +130,38 @@ class Publisher:
             self._session = _claim(requests, place)
 
     def put(self, params: PyTree, *, step: int) -> None:
-        """Publishes parameters; returns once they are copied to host memory.
+        """Publishes parameters; returns once they are copied, or with `compare_on="device"` at once.
 
         A thread encodes and sends them. While it is busy one state waits, and a newer one takes its place: where the
         uplink is slower than the puts, followers get fewer states, never late ones, and the trainer does not wait.
-        Three copies of the published bytes are in host memory at most, and one on the device during the copy.
+        Three copies of the published bytes are in host memory at most, and one on the device during the copy; with
+        `compare_on="device"` one in host memory, and three on the devices.
 
         Args:
           params: the tree; the same names, shapes and dtypes each time. Sharded leaves are assembled. In a job of
-            several processes all call this, process 0 publishes, and every leaf is replicated over the processes.
+            several processes all call this, and process 0 publishes; a leaf that is split over them is gathered, one
+            after the other, while all wait.
           step: any number of the caller, such as that of the step; followers get it with the parameters.
 
         Raises:
           SecondPublisherError: a newer publisher has been opened. The thread found out, as with all but the next.
           PublishMismatchError: the tree differs from what is published here.
           PublishOfflineError: the store was out of reach for `patience` seconds.
-          ValueError: `step` is no whole number of at least 0, or a leaf is a key or split over processes.
+          ValueError: `step` is no whole number of at least 0, or a leaf is a key.
         """
         check_count("step", step, 0)
         self._raise_error()
         if self._is_closing:
             raise PublishError(f"the publisher of {self._place} is closed; open it again")
         leaves = describe(params, self._dtype)
+        arrays = gather(params, leaves)
         if not self._is_first:
             return
         self._check_leaves(leaves)
-        words = copy_to_host(params, leaves)
+        state = self._take(arrays, leaves)
         with self._changed:
             self.skipped += self._pending is not None
-            self._pending = words, int(step)
+            self._pending = state, int(step)
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="jaxdist.publish")
@@ -196,8 +217,8 @@ class Publisher:
                     self._changed.wait_for(lambda: self._pending or self._is_closing)
                     if self._pending is None:
                         return
-                    (words, step), self._pending, self._is_busy = self._pending, None, True
-                self._publish(words, step)
+                    (state, step), self._pending, self._is_busy = self._pending, None, True
+                self._publish(state, step)
         except BaseException as error:
             with self._changed:
                 self._error, self._is_busy = error, False
@@ -232,28 +253,37 @@ class Publisher:
         body = self._requests.get(protocol.commit_name(number)) if number else None
         self._words, self._number, self._hash = None, number, "" if body is None else hash_of(body)
 
-    def _publish(self, words: list[np.ndarray], step: int) -> None:
-        assert self._leaves is not None
+    def _publish(self, state: State, step: int) -> None:
+        patch, words = self._encode(state)
         while True:
             if self._requests.get(protocol.publisher_name(self._session + 1)) is not None:
                 self._refuse("it was opened")
             number = self._number + 1
-            publication = self._send(number, words, step)
+            publication = self._send(number, patch, words, step)
             name, body = protocol.commit_name(number), protocol.write_publication(publication)
             if self._requests.create(name, body):
                 break
             self._yield_to(name)
-        self._words, self._number, self._hash = words, number, hash_of(body)
+            # It was one of the state before, which another state follows now.
+            patch = None
+        self._words, self._state, self._number, self._hash = words, state, number, hash_of(body)
         self.newest = publication
         if publication.anchor:
             self._anchored = number
             self._clean_up()
 
-    def _send(self, number: int, words: list[np.ndarray], step: int) -> Publication:
-        """Puts the bytes of a state, and returns the record that names them."""
+    def _encode(self, state: State) -> tuple[bytes | None, list[np.ndarray]]:
+        """The patch from the state before, if its words are known, and the words of this one."""
         assert self._leaves is not None
+        if self._words is None:
+            return None, state.words_after(None, [])
+        changes = state.find_changes(self._state, self._words)
+        patch = encode_patch(changes, self._words, self._leaves)
+        return patch, state.words_after(self._words, changes)
+
+    def _send(self, number: int, patch: bytes | None, words: list[np.ndarray], step: int) -> Publication:
+        """Puts the bytes of a state, and returns the record that names them."""
         sizes, names = {"patches": 0, "anchors": 0}, {"patches": "", "anchors": ""}
-        patch = None if self._words is None else encode_patch(self._words, words, self._leaves)
         whole = len(protocol.ANCHOR_MAGIC) + sum(x.nbytes for x in words)
         has_patch = patch is not None and len(patch) < whole
         bodies = {"patches": patch} if patch is not None and has_patch else {}

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
 from .base import PublishMismatchError
+from .changes import bit_patterns, can_compare
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
 
@@ -40,22 +41,53 @@ def describe(tree: PyTree, dtype: DTypeLike | None) -> list[PublishedLeaf]:
     """The leaves of a tree as they are published: floating-point ones that are wider than `dtype` in that.
 
     Raises:
-      ValueError: a leaf is a key, or is split over several processes.
+      ValueError: a leaf is a key.
     """
     return [_describe_leaf(leaf_name(path, "params"), x, dtype) for path, x in _leaves(tree)]
 
 
-def copy_to_host(tree: PyTree, leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:
-    """Copies the bits of a tree to host memory; later changes of its buffers do not reach the copy."""
-    arrays = [x for _, x in _leaves(tree)]
-    wide = [
-        n for n, (x, leaf) in enumerate(zip(arrays, leaves)) if isinstance(x, jax.Array) and str(x.dtype) != leaf.dtype
-    ]
-    cast = _cast([arrays[n] for n in wide], tuple(leaves[n].dtype for n in wide)) if wide else []
-    for x in cast:
+def gather(tree: PyTree, leaves: Sequence[PublishedLeaf]) -> list[Any]:
+    """What is published of a tree: arrays of this process's devices, or copies of words in host memory.
+
+    Of leaves that are split over several processes each gets all words; so all processes call it.
+    """
+    return [_gather_leaf(x, leaf) for (_, x), leaf in zip(_leaves(tree), leaves)]
+
+
+def copy_to_host(arrays: Sequence[Any], leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:
+    """Copies what `gather` returns to host memory; later changes of its buffers do not reach the copy."""
+    pairs = list(zip(arrays, leaves))
+    wide = [n for n, (x, leaf) in enumerate(pairs) if isinstance(x, jax.Array) and str(x.dtype) != leaf.dtype]
+    fresh = dict(zip(wide, cast([arrays[n] for n in wide], [leaves[n] for n in wide])))
+    for x in fresh.values():
         x.copy_to_host_async()
-    fresh = dict(zip(wide, cast))
-    return [_words_of(fresh.get(n, x), leaf, n in fresh) for n, (x, leaf) in enumerate(zip(arrays, leaves))]
+    # On CPU the host array is the device's buffer itself, which the caller may donate to the next step.
+    return [to_words(fresh.get(n, x), leaf, copy=n not in fresh) for n, (x, leaf) in enumerate(pairs)]
+
+
+def copy_on_device(arrays: Sequence[Any], leaves: Sequence[PublishedLeaf]) -> list[Any]:
+    """Begins to copy what `gather` returns within device memory; words in host memory stay there."""
+    placed = [n for n, x in enumerate(arrays) if isinstance(x, jax.Array)]
+    copies = dict(zip(placed, cast([arrays[n] for n in placed], [leaves[n] for n in placed])))
+    return [copies.get(n, x) for n, x in enumerate(arrays)]
+
+
+def cast(arrays: Sequence[jax.Array], leaves: Sequence[PublishedLeaf]) -> list[jax.Array]:
+    """Begins to copy arrays in the dtypes of these leaves, in one program for all on the same devices."""
+    groups: dict[frozenset[Any], list[int]] = {}
+    for n, x in enumerate(arrays):
+        groups.setdefault(frozenset(x.devices()), []).append(n)
+    out: dict[int, jax.Array] = {}
+    for members in groups.values():
+        out |= zip(members, _cast([arrays[n] for n in members], tuple(leaves[n].dtype for n in members)))
+    return [out[n] for n in range(len(arrays))]
+
+
+def to_words(x: Any, leaf: PublishedLeaf, *, copy: bool = True) -> np.ndarray:
+    """The words of an array; words are returned as they are."""
+    if isinstance(x, np.ndarray):
+        return x
+    return _view(np.array(x) if copy else np.asarray(x), leaf)
 
 
 def place(words: Sequence[np.ndarray], leaves: Sequence[PublishedLeaf], like: PyTree) -> PyTree:
@@ -94,7 +126,29 @@ def digest_of(words: Sequence[np.ndarray]) -> str:
 
 @partial(jax.jit, static_argnums=1)
 def _cast(arrays: list[Any], dtypes: tuple[str, ...]) -> list[Any]:
-    return [x.astype(jnp.dtype(dtype)) for x, dtype in zip(arrays, dtypes)]
+    # A result that is an argument as it is would be its buffer, which the caller may donate.
+    return [jnp.array(x, jnp.dtype(dtype), copy=True) for x, dtype in zip(arrays, dtypes)]
+
+
+def _gather_leaf(x: Any, leaf: PublishedLeaf) -> Any:
+    if not isinstance(x, jax.Array):
+        return _view(np.array(x), leaf)
+    if x.is_fully_addressable:
+        return x
+    # A program of arrays that other processes have, too, would have to run on all of them.
+    if x.is_fully_replicated:
+        return x.addressable_data(0)
+    from jax.experimental import multihost_utils
+
+    (narrow,) = _cast([x], (leaf.dtype,))
+    # As words: XLA:CPU gathers bfloat16 as float32, which does not keep every NaN.
+    if can_compare(narrow):
+        return np.ravel(multihost_utils.process_allgather(bit_patterns(narrow), tiled=True))
+    return _view(np.asarray(multihost_utils.process_allgather(narrow, tiled=True)), leaf)
+
+
+def _view(host: np.ndarray, leaf: PublishedLeaf) -> np.ndarray:
+    return np.ascontiguousarray(host.astype(jnp.dtype(leaf.dtype), copy=False)).reshape(-1).view(leaf.bits)
 
 
 def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
@@ -104,22 +158,9 @@ def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
 def _describe_leaf(name: str, x: Any, dtype: DTypeLike | None) -> PublishedLeaf:
     if isinstance(x, jax.Array) and is_key(x):
         raise ValueError(f"`{name}` is a key of random numbers; publish jax.random.key_data of it, or leave it out")
-    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-        raise ValueError(
-            f"`{name}` is split over several processes, sharded as {x.sharding}; replicate it first, with "
-            "jax.jit(lambda x: x, out_shardings=...)"
-        )
-    own = jnp.dtype(getattr(x, "dtype", np.asarray(x).dtype))
+    own = jnp.dtype(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
     narrow = dtype is not None and jnp.issubdtype(own, jnp.floating) and jnp.dtype(dtype).itemsize < own.itemsize
     return PublishedLeaf(name, tuple(np.shape(x)), str(jnp.dtype(dtype) if narrow else own))
-
-
-def _words_of(x: Any, leaf: PublishedLeaf, is_fresh: bool) -> np.ndarray:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = x.addressable_data(0)
-    # On CPU the host array is the device's buffer itself, which the caller may donate to the next step.
-    host = np.asarray(x) if is_fresh else np.array(x)
-    return np.ascontiguousarray(host.astype(jnp.dtype(leaf.dtype), copy=False)).reshape(-1).view(leaf.bits)
 
 
 def _place_leaf(words: np.ndarray, leaf: PublishedLeaf, like: Any) -> Any:

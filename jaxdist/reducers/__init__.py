@@ -12,6 +12,7 @@ from .alq import alq as alq
 from .amq import amq as amq
 from .bucketed import bucketed as bucketed
 from .compressed import compressed as compressed
+from .compute_visible import compute_visible as compute_visible
 from .critical_regime import CriticalRegime as CriticalRegime
 from .critical_regime import CriticalRegimeState as CriticalRegimeState
 from .critical_regime import critical_regime as critical_regime

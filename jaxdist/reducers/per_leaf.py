@@ -78,7 +78,13 @@ class _LeafGroups(NamedTuple):
         labels = self._labels_of(updates)
         # In lockstep: round `i` of all reducers shares its collectives.
         generators = [
-            as_generator(reducer, _select_group(updates, labels, label), state.get(label, ()), comm, extras)
+            as_generator(
+                reducer,
+                _select_group(updates, labels, label),
+                state.get(label, ()),
+                comm,
+                extras._replace(params=_select_group(extras.params, labels, label)),
+            )
             for label, reducer in self.reducers.items()
         ]
         results = dict(zip(self.reducers, (yield from interleave(generators)), strict=True))

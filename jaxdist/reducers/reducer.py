@@ -72,11 +72,14 @@ class Extras(NamedTuple):
       examples: the number of examples behind this worker's updates, from methods whose workers may stay away
         (`local_steps`) and for reducers that are `Forms.weighted`; otherwise the updates contain that weight. A worker
         with 0 does not take part, and keeps what it has not sent.
+      params: the parameters that the updates change, a tree like these, equal on all workers: those that drifts start
+        from (`local_steps`), or those of the gradients (`all_reduce`). Combinators that cut leaves pass none.
     """
 
     step: Array | int | None = None
     learning_rate: Array | float | int | None = None
     examples: Array | None = None
+    params: PyTree | None = None
 
 
 NO_EXTRAS = Extras()

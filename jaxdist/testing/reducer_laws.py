@@ -16,7 +16,7 @@ from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm, alone, nested
 from ..comm.over import over
 from ..reducers.error_feedback import error_feedback
-from ..reducers.reducer import NO_EXTRAS, Extras, Law, Reducer, contraction_of, shards_of
+from ..reducers.reducer import Extras, Law, Reducer, contraction_of, shards_of
 from ..runtime.simulate import simulate
 from ..state.marks import PerWorker, Sharded, is_mark, name_leaf
 from ..state.placement import init_state
@@ -122,7 +122,8 @@ def assert_reducer_laws(
     if reducer.law <= Law.EXACT:
         # A group of one worker, without simulation.
         mine = jax.tree.map(lambda x: x[0], batches[0])
-        single, _ = jax.jit(lambda x: reducer.reduce(x, reducer.init(like), group.single, NO_EXTRAS))(mine)
+        extras = Extras(params=_parameters(mine))
+        single, _ = jax.jit(lambda x: reducer.reduce(x, reducer.init(like), group.single, extras))(mine)
         _close("one worker: mean == own", single.mean, single.own, tolerance * scale)
 
     if not loses_nan:
@@ -261,12 +262,21 @@ def _check_types(reducer: Reducer, like: PyTree, single: Comm, dtypes: Sequence[
             raise AssertionError(f"law 'init needs shapes only and never communicates' broken: {error}") from error
         with _noting("the mean is like the updates"):
             reduced, after = jax.eval_shape(
-                lambda x, state: reducer.reduce(x, state, single, Extras(0, 0.1)), updates, before
+                lambda x, state: reducer.reduce(x, state, single, _extras_of(x)), updates, before
             )
         _law("the mean is like the updates", _same(_shapes(reduced.mean), updates), f"{updates} gave {reduced.mean}")
         _law("state keeps its tree, shapes and dtypes", _same(after, before), f"{before} became {after}")
         if reducer.forms.shards is not None:
             _check_shards(shards_of(reducer), updates, single)
+
+
+def _extras_of(updates: PyTree) -> Extras:
+    return Extras(0, 0.1, params=_parameters(updates))
+
+
+def _parameters(updates: PyTree) -> PyTree:
+    """Parameters of which bfloat16 sees about half of the Gaussian updates: those beyond one half."""
+    return jax.tree.map(lambda x: jnp.full(x.shape, 128, x.dtype), updates)
 
 
 def _check_shards(form: Reducer, updates: PyTree, single: Comm) -> None:
@@ -276,7 +286,7 @@ def _check_shards(form: Reducer, updates: PyTree, single: Comm) -> None:
     except ValueError:
         return  # it refuses to be set up
     with _noting("shards are split like Sharded"):
-        reduced, after = jax.eval_shape(lambda x, state: form.reduce(x, state, single, Extras(0, 0.1)), updates, before)
+        reduced, after = jax.eval_shape(lambda x, state: form.reduce(x, state, single, _extras_of(x)), updates, before)
     shards = jax.tree.map(lambda x: jax.ShapeDtypeStruct((shard_length(math.prod(x.shape), 1),), x.dtype), updates)
     _law("shards are split like Sharded", _same(_shapes(reduced.mean), shards), f"{shards} came as {reduced.mean}")
     _law("the state of the reduce-scatter form keeps its types", _same(after, before), f"{before} became {after}")
@@ -289,7 +299,8 @@ def _make_runner(reducer: Reducer, group: _Group, like: PyTree) -> Callable[[lis
     def step(state, batch):
         traces.append(None)
         updates = jax.tree.map(lambda x: x[0], batch)
-        reduced, kept = reducer.reduce(updates, state["kept"]["reducer"], over(group.axis), NO_EXTRAS)
+        extras = Extras(params=_parameters(updates))
+        reduced, kept = reducer.reduce(updates, state["kept"]["reducer"], over(group.axis), extras)
         return {"kept": {"reducer": kept}, "mean": reduced.mean, "own": reduced.own}, {}
 
     def make_state():

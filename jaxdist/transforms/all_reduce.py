@@ -180,7 +180,12 @@ class _AllReduce(NamedTuple):
         # Some reducers depend on the step or its rate: schedules, and feedback that is scaled by it. A worker without
         # examples in a step of all still sends its residual, so that only reducers that weight workers get the number.
         weights = weight if reducer.forms.weighted else None
-        extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"), weights)
+        # Inside `specs` the updates are shards.
+        own = with_gradients(params)
+        has_params = specs is None and jax.tree.structure(own) == jax.tree.structure(updates)
+        extras = Extras(
+            extra_args.get("step"), extra_args.get("learning_rate"), weights, params=own if has_params else None
+        )
 
         def reduce(updates, reducer_state):
             if specs is not None:

@@ -113,5 +113,5 @@ def decode_mean(
     # A sum from zero takes a pass more; a second decoder, beside that of the loop, doubles the program of a TPU.
     # XLA:CPU decodes inside a loop several times slower than outside, where it also fuses decoders and their sum. What
     # is scattered gains nothing.
-    at_once = partial(sum_from_first, unroll=1 if add else min(workers - 1, AT_ONCE))
-    return lax.platform_dependent(payloads, cpu=at_once, tpu=sum_from_zero, default=sum_from_first) / workers
+    at_once = {} if add else {"cpu": partial(sum_from_first, unroll=min(workers - 1, AT_ONCE))}
+    return lax.platform_dependent(payloads, **at_once, tpu=sum_from_zero, default=sum_from_first) / workers

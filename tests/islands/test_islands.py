@@ -347,6 +347,7 @@ def local_steps_with(reducer):
         (lambda: jd.error_feedback(jd.reducers.alq(3)), "each island would fit one by itself"),
         (lambda: jd.reducers.amq(3), "each island would fit one by itself"),
         (lambda: jd.compressed(jd.qsgd(4), divide_by_inflation=True), "takes of a drift follows from those of the oth"),
+        (lambda: jd.error_feedback(jd.reducers.compute_visible(jd.exact())), "got none: islands pass none"),
         (lambda: with_memory(lambda mean, own, old: (mean, own)), "each island would fit one by itself"),
         (lambda: with_memory(lambda mean, own, old: (mean + 0.1 * own, old)), "this island's own drift"),
     ],

@@ -12,6 +12,7 @@ from register_run import PODS, State, gradients, params, train_step
 import jaxdist as jd
 from jaxdist._core.trees import fold_keys
 from jaxdist.recipes import bagua
+from jaxdist.reducers import Extras
 
 STEPS = 4
 
@@ -116,7 +117,7 @@ def test_a_reducer_is_what_it_is_without_an_axis(name):
     axis, comm = ("data", alone) if case.levels == 1 else (tuple(PODS), jd.comm.nested(alone, alone))
 
     def reduce(updates, state, params=None):
-        reduced, state = case.make().reduce(updates, state, comm)
+        reduced, state = case.make().reduce(updates, state, comm, Extras(params=params))
         return reduced.mean, state
 
     def init(like):

@@ -9,7 +9,8 @@ from reference import weight_patches
 
 from jaxdist.compressors import DamagedCodeError
 from jaxdist.publish import patches
-from jaxdist.publish.patches import Reader, apply_patch, decode_numbers, encode_numbers, encode_patch
+from jaxdist.publish.changes import find_changes
+from jaxdist.publish.patches import Reader, apply_patch, decode_numbers, encode_numbers
 from jaxdist.publish.words import PublishedLeaf
 
 DTYPES = (
@@ -41,6 +42,10 @@ def states(draw, largest=3000):
         old.append(words.copy())
         new.append(np.where(rng.random(leaf.size) < density, moved, words))
     return leaves, old, new
+
+
+def encode_patch(old, new, leaves):
+    return patches.encode_patch([find_changes(*pair) for pair in zip(old, new, strict=True)], old, leaves)
 
 
 def random_words(rng, leaf):
@@ -102,7 +107,8 @@ def test_classes_of_the_old_exponent_pay_where_small_weights_change():
     old, new = (x.astype(jnp.bfloat16).view(np.uint16) for x in (master, master + step))
     with_classes = encode_patch([old], [new], [leaf])
     assert with_classes[9] == patches.CLASSED
-    alone = patches._plan_simple(old, new).encode()
+    where = np.flatnonzero(old != new)
+    alone = patches._plan_simple(patches._Part(where, old[where], new[where], len(old))).encode()
     assert len(with_classes) < 0.9 * len(alone)
     assert_equal(weight_patches.apply(with_classes, [old], [leaf]), [new])
 

@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 import threading
+from contextlib import suppress
 from itertools import count, islice
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdist as jd
 from jaxdist import islands, publish
+from jaxdist.publish import changes
 from jaxdist.publish.protocol import hash_of
 
 FAST = {"poll": 0.005, "timeout": 0.0}
@@ -45,10 +47,10 @@ def step_from(params, seed, share=0.02):
 
     def move(x):
         if x.dtype == bool:
-            return jnp.asarray(np.asarray(x) ^ (rng.random(x.shape) < share))
+            return jax.device_put(np.asarray(x) ^ (rng.random(x.shape) < share), x.sharding)
         words = np.asarray(x).copy().reshape(-1).view(f"u{x.dtype.itemsize}")
         words[rng.random(words.shape) < share] ^= 1 << int(rng.integers(0, 8 * x.dtype.itemsize))
-        return jnp.asarray(words.view(x.dtype).reshape(x.shape))
+        return jax.device_put(words.view(x.dtype).reshape(x.shape), x.sharding)
 
     return jax.tree.map(move, params)
 
@@ -123,12 +125,93 @@ def test_random_changes_come_back(seed, share, anchor_every):
     assert read_all(store, params) == [(step, bits_of(params)) for step, params in states]
 
 
+DTYPES = ("bfloat16", "float16", "float32", "int8", "int32", "bool", "float8_e4m3fn", "complex64")
+
+
+def draw_tree(rng, mesh):
+    """One to four leaves of any dtype and shape, on one device, on all, or cut along one dimension."""
+
+    def draw_leaf():
+        shape = tuple(8 * rng.integers(0, 9, rng.integers(0, 3)))
+        specs = [PartitionSpec(), *(PartitionSpec(*[None] * n, "data") for n in range(len(shape)))]
+        x = rng.normal(size=shape).astype(jnp.dtype(rng.choice(DTYPES)))
+        return jax.device_put(x, NamedSharding(mesh, specs[rng.integers(len(specs))]) if rng.random() < 0.7 else None)
+
+    return [draw_leaf() for _ in range(rng.integers(1, 5))]
+
+
+def publish_and_follow_with_kills(seed, count, mesh):
+    """Publishers and followers are killed at any request, and others take their places."""
+    rng = np.random.default_rng(seed)
+    store, params, wanted, number = islands.memory(), draw_tree(rng, mesh), {}, 0
+    while number < count:
+        options = {"compare_on": str(rng.choice(["host", "device"])), "anchor_every": int(rng.integers(1, 9))}
+        with suppress(KilledError), publish.open(killing(store, int(rng.integers(3, 50))), **options) as out:
+            while number < count:
+                wanted[number] = bits_of(params)
+                out.put(params, step=number)
+                out.flush()
+                params, number = step_from(params, seed + number, float(rng.choice([0, 0.01, 0.3, 1]))), number + 1
+        found = []
+        with suppress(KilledError):
+            read_into(found, killing(store, int(rng.integers(1, 50))), params, str(rng.choice(["newest", "oldest"])))
+        assert all(bits == wanted[step] for step, bits in found)
+        assert [step for step, _ in found] == sorted(step for step, _ in found)
+    assert read_all(store, params, "newest") == [(count - 1, wanted[count - 1])]
+
+
+@settings(deadline=None, max_examples=3)
+@given(st.integers(0, 2**31))
+def test_kills_of_both_sides(mesh, seed):
+    publish_and_follow_with_kills(seed, 6, mesh)
+
+
 @pytest.mark.slow
-def test_a_thousand_patches():
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**31))
+def test_a_thousand_patches_and_kills_of_both_sides(mesh, seed):
+    publish_and_follow_with_kills(seed, 25, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_thousand_patches_of_one_chain(place):
     states = chain_of_states(1000)
     store = islands.memory()
-    publish_all(store, states, anchor_every=50, keep=1000)
+    publish_all(store, states, anchor_every=50, keep=1000, compare_on=place)
     assert read_all(store, states[0][1]) == [(step, bits_of(params)) for step, params in states]
+
+
+def stream_of(states, **options):
+    store = islands.memory()
+    publish_all(store, states, **options)
+    return {name: store.get(name) for kind in ("patches/", "anchors/") for name in store.list(kind)}
+
+
+def test_the_stream_is_the_same_wherever_words_are_compared(mesh, monkeypatch):
+    monkeypatch.setattr(changes, "LEAST_ROOM", 8)
+    cut = {"rows": PartitionSpec("data"), "columns": PartitionSpec(None, "data"), "copies": PartitionSpec()}
+    params = {
+        name: jax.device_put(jax.random.normal(jax.random.key(0), (16, 24)), NamedSharding(mesh, spec))
+        for name, spec in cut.items()
+    }
+    params |= make_state(0) | {"pair": jnp.ones(3, jnp.complex64), "on the host": np.arange(5.0)}
+    states = [(0, params)]
+    for number, share in enumerate([0.0, 0.01, 0.1, 0.4, 0.02]):
+        moved = step_from({key: x for key, x in states[-1][1].items() if key != "on the host"}, number, share)
+        states.append((number + 1, moved | {"on the host": states[-1][1]["on the host"] + (number == 2)}))
+    for dtype in (None, jnp.bfloat16):
+        assert stream_of(states, dtype=dtype, compare_on="device") == stream_of(states, dtype=dtype)
+
+
+def test_a_device_compiles_for_powers_of_two():
+    compact = changes._compact
+    compact.clear_cache()
+    old = jnp.zeros(2**14)
+    for changed in range(1, 4000, 99):
+        found = changes.find_changes_on_device(old, old.at[:changed].set(1))
+        assert found.where.tolist() == list(range(changed))
+    assert compact._cache_size() == 3  # 1,024, 2,048 and 4,096
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -204,7 +287,8 @@ def test_a_last_record_of_the_older_publisher_is_gone_on_from(states, wanted):
     for step, params in states[:2]:
         first.put(params, step=step)
         first.flush()
-    second._publish(publish.words.copy_to_host(states[2][1], second._leaves), 2)
+    arrays = publish.words.gather(states[2][1], second._leaves)
+    second._publish(second._take(arrays, second._leaves), 2)
     assert (second.newest.number, second.newest.patch, bool(second.newest.anchor)) == (3, "", True)
     assert read_all(store, states[0][1]) == wanted[:3]
 
@@ -263,10 +347,25 @@ def test_what_was_yielded_stays_as_it_is(states):
     assert [bits_of(params) for params in found] == [bits_of(params) for _, params in states]
 
 
-def test_what_was_put_may_be_donated():
+class Unreadable:
+    """An array whose numbers take long to get."""
+
+    shape, dtype = (3,), np.dtype(np.float32)
+
+    def __array__(self, *args, **kwargs):
+        raise AssertionError("copied to the host")
+
+
+def test_to_describe_an_array_copies_nothing():
+    (leaf,) = publish.words.describe([Unreadable()], jnp.bfloat16)
+    assert (leaf.shape, leaf.dtype) == ((3,), "bfloat16")
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_what_was_put_may_be_donated(place):
     double = jax.jit(lambda x: 2 * x, donate_argnums=0)
     store, x, wanted = islands.memory(), jnp.ones(1000), []
-    with publish.open(store) as out:
+    with publish.open(store, compare_on=place) as out:
         for step in range(5):
             out.put(x, step=step)
             wanted.append((step, bits_of(x)))

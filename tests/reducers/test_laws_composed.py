@@ -10,6 +10,7 @@ from register import CASES
 from register_run import State, gradients, params, train_step, where
 
 import jaxdist as jd
+from jaxdist.reducers import Extras
 
 each_case = pytest.mark.parametrize("name", CASES)
 
@@ -104,7 +105,7 @@ def test_leaves_of_every_kind(name, request):
         updates = {key: jnp.asarray(rng.standard_normal(shape), dtype) for key, (shape, dtype) in kinds}
         updates["missing"] = None
         reducer = case.make()
-        reduced, _ = jax.jit(lambda x: reducer.reduce(x, reducer.init(x), comm))(updates)
+        reduced, _ = jax.jit(lambda x: reducer.reduce(x, reducer.init(x), comm, Extras(params=x)))(updates)
     assert jax.tree.structure(reduced.mean) == jax.tree.structure(updates)
     for key, mean in reduced.mean.items():
         if mean is not None:

@@ -51,6 +51,9 @@ AGREED = {
         jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())), momentum()
     ),
     "feedback of drive": lambda: reduced(jd.error_feedback(jd.compressed(jd.compressors.drive())), momentum()),
+    "feedback of compute_visible": lambda: reduced(
+        jd.error_feedback(jd.reducers.compute_visible(jd.compressed(jd.top_k(0.25)))), optax.sgd(0.1)
+    ),
     "ef21": lambda: reduced(jd.reducers.ef21(jd.compressed(jd.top_k(0.25)))),
     "qsgd": lambda: reduced(jd.compressed(jd.qsgd(4))),
     "alq": lambda: reduced(jd.reducers.alq(3, bucket=32, every=1)),

@@ -307,6 +307,15 @@ CASES = {
         lambda: jd.error_feedback(by_code("scaled_sign")), gathered(code_bytes("scaled_sign")), [GATHER]
     ),
     "feedback of qsgd 2": Case(lambda: jd.error_feedback(by_code("qsgd 2")), gathered(code_bytes("qsgd 2")), [GATHER]),
+    "feedback of compute_visible": Case(
+        lambda: jd.error_feedback(jd.reducers.compute_visible(by_code("top_k"))),
+        gathered(code_bytes("top_k")),
+        [GATHER],
+        tolerance=0,
+    ),
+    "compute_visible": Case(
+        lambda: jd.reducers.compute_visible(jd.exact(), scale=0.5), all_reduced(4 * TOTAL), [REDUCE]
+    ),
     "ef21": Case(lambda: jd.reducers.ef21(by_code("top_k"), eta=0.5), gathered(code_bytes("top_k")), [GATHER]),
     "power_sgd": Case(lambda: jd.power_sgd(2), all_reduced(4 * low_rank_floats(2)), [REDUCE] * 2),
     "feedback of power_sgd": Case(

@@ -5,21 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.comm import over
+from jaxdist.reducers import Extras
 from jaxdist.state import length_with_padding
 from jaxdist.state.marks import Sharded, map_marked
 
 
-def trajectory(reducer, updates, *, state=None):
+def trajectory(reducer, updates, *, state=None, params=None):
     """Updates `[steps, W, *s]` -> `(means [steps, *s], owns [steps, W, *s], states [steps, W, ...])`.
 
-    Every worker's mean is compared bit for bit. `state` replaces the reducer's first one.
+    Every worker's mean is compared bit for bit. `state` replaces the reducer's first one; `params` are passed to it.
     """
 
     def one_worker(updates):
         first = jax.tree.map(lambda x: x[0], updates)
 
         def step(state, x):
-            reduced, state = reducer.reduce(x, state, over("data"))
+            reduced, state = reducer.reduce(x, state, over("data"), Extras(params=params))
             return state, (reduced.mean, reduced.own, state)
 
         return jax.lax.scan(step, _cut(reducer.init(first)) if state is None else state, updates)[1]
