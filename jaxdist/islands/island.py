@@ -335,10 +335,12 @@ class Island:
 
     def _say_left(self, store: Connection, end: float) -> None:
         store.deadline = min(end, store.now() + GOODBYE) - GRACE
-        # Otherwise the others wait for this island once, for `round_timeout`.
+        # Otherwise the others wait for this island once, for `round_timeout`: in the open round, or in the one after it
+        # if its own drift is in the open one.
         with suppress(ConnectionError, DamagedError):
             number = run.open_round(store, self._replay.round)
-            store.create(round_name(number, "left", self._options.name), b"{}")
+            for each in (number, number + 1):
+                store.create(round_name(each, "left", self._options.name), b"{}")
 
     # A meeting
 

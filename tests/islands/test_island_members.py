@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -334,3 +335,24 @@ def test_an_island_recovers_from_gradients_that_are_not_finite():
     # The schedule of the learning rate has not begun again.
     counts = [int(x) for x in jax.tree.leaves(state.opt.inner) if x.dtype == np.int32]
     assert max(counts) == 4 * H
+
+
+@pytest.mark.parametrize("reducer", ["exact", "low rank"])
+def test_nobody_waits_for_an_island_that_left_with_a_drift_in_the_open_round(reducer):
+    """As with `overlap`, which sends the drift of the next round before the steps that it covers."""
+    store, tx = islands.memory(), method(reducer, inner=optax.sgd(0.1))
+    step, options = step_of(tx), {"round_timeout": 2, "overlap": True, "begin_with": 2}
+    with islands.join(store, tx, name="stays", **options) as stays:
+        with islands.join(store, tx, name="leaves", **options) as leaves, ThreadPoolExecutor() as pool:
+            both = [stays, leaves]
+            states = list(pool.map(lambda island: island.enter(begin(tx)), both))
+            for _ in range(6):
+                met = pool.map(lambda island, state: island.meet(step(state, GOALS[0])), both, states)
+                states, _ = zip(*met, strict=True)
+            assert leaves.round > 2
+        state, counted = states[0], []
+        while len(counted) < 4:
+            state, report = stays.meet(step(state, GOALS[0]))
+            assert report.missing == ()
+            counted += [report.members] if report.counted else []
+    assert counted[-1] == ("stays",)
