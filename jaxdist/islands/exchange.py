@@ -320,7 +320,7 @@ def needs_rate(outer: optax.GradientTransformationExtraArgs, like: PyTree) -> bo
     return False
 
 
-class Plan(NamedTuple):
+class MessagePlan(NamedTuple):
     """The rounds of a reducer.
 
     Attributes:
@@ -353,7 +353,7 @@ def compile_programs(
     local: LocalStepsState,
     params: PyTree,
     *,
-    plan: Plan,
+    plan: MessagePlan,
     needs_rate: bool,
     eager: bool,
 ) -> None:
@@ -446,7 +446,7 @@ def _with_replicated(state: State, replicated: Sequence[Array]) -> State:
     return structure.unflatten([leaf if is_mark(leaf) else next(fresh) for leaf in leaves])
 
 
-def check_reducer(reducer: Reducer, like: PyTree) -> Plan:
+def check_reducer(reducer: Reducer, like: PyTree) -> MessagePlan:
     """Returns what one island sends in the rounds of a fragment.
 
     Raises:
@@ -471,7 +471,7 @@ def check_reducer(reducer: Reducer, like: PyTree) -> Plan:
                 # A message that follows from earlier ones is of their rounds, even where its decoder takes nothing of
                 # these.
                 lasts = len(messages) == 1 and not any(mask & SHARED for mask in mean)
-                return Plan(messages, is_mean and any(is_shared), lasts)
+                return MessagePlan(messages, is_mean and any(is_shared), lasts)
         except ValueError as error:
             problem = str(error)
     raise ValueError(f"{reducer}: {problem}; islands take {ONES_THAT_WORK}")

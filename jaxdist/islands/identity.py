@@ -30,7 +30,7 @@ from . import protocol
 from .base import DamagedError, JoinOptions, RunMismatchError, RunMissingError
 from .connection import Connection
 from .exchange import (
-    Plan,
+    MessagePlan,
     RoundMethod,
     Shared,
     add_member,
@@ -102,7 +102,7 @@ def describe(
     local: LocalStepsState,
     params: PyTree | None,
     parts: Sequence[FragmentModel],
-    plans: Sequence[Plan],
+    plans: Sequence[MessagePlan],
     *,
     sync_period: int,
     needs_rate: bool,
@@ -131,7 +131,7 @@ def describe(
     }
 
 
-def _describe_part(method: RoundMethod, part: FragmentModel, plan: Plan, *, needs_rate: bool) -> dict[str, Any]:
+def _describe_part(method: RoundMethod, part: FragmentModel, plan: MessagePlan, *, needs_rate: bool) -> dict[str, Any]:
     """What the rounds of a fragment send and compute."""
     return {
         "reducer": _shapes(jax.eval_shape(method.reducer.init, part.local.anchor)),
@@ -147,7 +147,7 @@ def _shapes(tree: Any) -> dict[str, str]:
 
 
 def _fingerprint(
-    method: RoundMethod, local: LocalStepsState, params: PyTree, plan: Plan, *, needs_rate: bool
+    method: RoundMethod, local: LocalStepsState, params: PyTree, plan: MessagePlan, *, needs_rate: bool
 ) -> dict[str, dict[str, Any]]:
     """Text, numbers and results of the programs that all islands run alike; compiles none that meetings do not need."""
     anchor, params = _pattern(local.anchor, 1), _pattern(params, 2)

@@ -22,7 +22,7 @@ from .base import DamagedError, RunMismatchError
 from .cleanup import KEPT_ANCHORS, keep_anchor, last_forgotten
 from .connection import Connection
 from .exchange import (
-    Plan,
+    MessagePlan,
     RoundMethod,
     Shared,
     add_member,
@@ -151,7 +151,7 @@ class Replay:
         self._wanted: str | None = None
         self._store, self._config, self._reducer = store, config, config.reducer
         # What the messages of each fragment consist of.
-        self.plans: list[Plan] = []
+        self.plans: list[MessagePlan] = []
         self._updates: list[Any] = []
         self._bodies: dict[str, list[Any]] = {}
         # This island's own drift of each fragment, which several rounds may read.
