@@ -51,7 +51,7 @@ class Options:
     workload: Literal["text", "digits"] = "text"
     """text: Python's own source; digits: handwritten ones."""
     model: Text = None
-    """text: gpt:demo, tiny to large, gpt:demo,layers=4; digits: convnet:32; MODULE:FUNCTION of your own."""
+    """gpt:tiny to large, gpt:demo,layers=4; convnet:32; MODULE:FUNCTION."""
     steps: int = 200
     """Number of training steps."""
     batch: int = 32

@@ -478,7 +478,7 @@ def test_kept_parameters_that_are_gone_are_named_with_the_cure():
     for name in store.list("anchors/"):
         store.delete(name)
     names = store.list("")
-    with pytest.raises(islands.DamagedError, match=r"rounds up to 3, but no anchors/.*restore them from a copy"):
+    with pytest.raises(islands.DamagedError, match=r"rounds up to 4, but no anchors/.*restore them from a copy"):
         enter(store, method(inner=optax.sgd(0.1)))
     assert [name for name in store.list("") if "names/" not in name] == [n for n in names if "names/" not in n]
 
