@@ -314,10 +314,12 @@ SMALL = {"w": jnp.ones((4, 4))}
 def test_slices_are_weighted_by_their_examples(kind):
     """Numbers of all of them, `[2]`; `active=` leaves a slice out, and without any the update is zero."""
     tx = optax.chain(jd.all_reduce(jd.exact(), axis="dcn"), optax.sgd(1.0))
-    grads = {"w": jd.PerWorker(jnp.stack([SMALL["w"], 3 * SMALL["w"]]), axis=("dcn",))}
     weights = [({"examples": jnp.array([1, 3])}, 2.5), ({"active": jnp.array([True, False])}, 1.0)]
     weights += [({"examples": jd.PerWorker(jnp.zeros(2), axis="dcn")}, 0.0)]
-    with jax.set_mesh(make_mesh(kind)):
+    mesh = make_mesh(kind)
+    with jax.set_mesh(mesh):
+        each = jax.device_put(jnp.stack([SMALL["w"], 3 * SMALL["w"]]), jax.NamedSharding(mesh, P("dcn")))
+        grads = {"w": jd.PerWorker(each, axis=("dcn",))}
         for given, mean in weights:
             updates, state = jax.jit(tx.update)(grads, tx.init(SMALL), SMALL, **given)
             np.testing.assert_allclose(updates["w"], -mean * np.ones((4, 4)), rtol=1e-6)
