@@ -336,6 +336,7 @@ def shard_bytes(leaf: Any) -> float:
 
 
 def drop_zeros(sizes: Mapping[str, float]) -> dict[str, float]:
+    """The purposes that memory is used for, with their bytes."""
     return {name: float(size) for name, size in sizes.items() if size > 0}
 
 

@@ -175,7 +175,7 @@ def _fingerprint(
         # Not the outer state, which decoding leaves alone.
         "reducer": (
             2,
-            [*(encode_drift.trace(*one) for one in encodings), add_member.trace(*adding)],
+            [*(encode_drift.trace(*each) for each in encodings), add_member.trace(*adding)],
             [added[0], added[2]],
         ),
         "outer optimizer": (1, [take_outer_step.trace(*stepping)], stepped),

@@ -779,7 +779,7 @@ class Island:
         Returns what is then ahead of the global parameters.
         """
         outbox, replay = self._outboxes[fragment], self._replay
-        flight, number = outbox.flight, replay.schedule.next_round(fragment, replay.round)
+        flight, number = outbox.flight, self._schedule.next_round(fragment, replay.round)
         if flight is not None and (not replay.lasts or protocol.is_too_old(flight.body, number, replay.rounds)):
             outbox.clear()
             return self._with_drift(ahead, flight)
@@ -828,7 +828,7 @@ class Island:
         self._keeps_progress = False
         for fragment, part in enumerate(model):
             # The drift of an earlier process of this name will count in an open round: it must not be sent again.
-            number = replay.schedule.next_round(fragment, replay.round)
+            number = self._schedule.next_round(fragment, replay.round)
             is_sent = self._store.get(round_name(number, "drift", self._options.name)) is not None
             if is_here and not is_sent:
                 self._keeps_progress = True
@@ -894,8 +894,7 @@ class Island:
 
     def _catch_up(self, local: LocalStepsState) -> LocalStepsState:
         """The state at the step of the run; ahead of it are only the steps of progress that is kept."""
-        replay = self._replay
-        steps, count = replay.schedule.steps_before(replay.round), int(to_host(local.count))
+        steps, count = self._schedule.steps_before(self._replay.round), int(to_host(local.count))
         if count == steps or (count > steps and self._keeps_progress):
             return local
         return catch_up(self._config.inner, local, np.int32(min(steps, np.iinfo(np.int32).max)), count > steps)

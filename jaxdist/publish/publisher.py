@@ -42,8 +42,7 @@ def open(
     is smaller; each `anchor_every`-th is sent as both. See `Publisher.put`, and the page of the format.
 
     *On the wire*: for a change of `k` of `d` words about `log2(d choose k) + k` bits where a step changes words by one
-    unit in the last place; three requests a state and some 500 bytes of records. Nothing is sent to followers, which
-    read the store.
+    unit in the last place; three requests a state and some 500 bytes of records. Followers read the store.
 
     *One publisher.* The last one that was opened may publish, and goes on with the chain that it finds. Every earlier
     one gets `SecondPublisherError`.
@@ -53,7 +52,7 @@ def open(
         what another publisher of the same tree has left.
       dtype: in which wider floating-point leaves are published; all others keep their own.
       compare_on: "host" copies all words to host memory in `put`; "device" copies within device memory, compares there,
-        and copies changed words alone. The streams are equal.
+        and copies changed words alone. Streams are equal.
       anchor_every: states from one anchor to the next, which a newcomer reads besides an anchor.
       keep: how many states are kept at least, and the anchor before them; older ones are deleted. A follower that is
         further behind goes on with the newest anchor.

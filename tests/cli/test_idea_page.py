@@ -2,10 +2,10 @@
 
 import re
 import shlex
-import sys
 
 import pytest
 from paths import REPOSITORY
+from readers_modules import modules_in
 
 from jaxdist._cli import main as cli
 
@@ -34,11 +34,9 @@ def shorten(words):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The working directory with `my_idea.py`, the first block of the page."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_idea.py").write_text(re.search(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[1])
-    yield tmp_path
-    sys.modules.pop("my_idea", None)
+    block = re.search(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[1]
+    with modules_in(tmp_path, monkeypatch, my_idea=block):
+        yield tmp_path
 
 
 def run(command, capsys, *, short):

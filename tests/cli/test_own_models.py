@@ -2,12 +2,12 @@
 
 import csv
 import re
-import sys
 
 import jax
 import numpy as np
 import pytest
 from paths import REPOSITORY
+from readers_modules import modules_in
 
 import jaxdist as jd
 from jaxdist._cli import main as cli
@@ -75,16 +75,9 @@ def refuses(width: int):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The working directory, with modules of its own in it; they are forgotten afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "own_models.py").write_text(MODULE)
     (block,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
-    (tmp_path / "my_model.py").write_text(block)
-    known = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - known:
-        if name in ("own_models", "my_model"):
-            del sys.modules[name]
+    with modules_in(tmp_path, monkeypatch, own_models=MODULE, my_model=block):
+        yield tmp_path
 
 
 def test_given_arrays_and_functions(folder):

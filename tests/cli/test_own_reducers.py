@@ -2,12 +2,12 @@
 
 import csv
 import re
-import sys
 from pathlib import Path
 
 import optax
 import pytest
 from paths import REPOSITORY
+from readers_modules import modules_in
 
 from jaxdist._cli import main as cli
 from jaxdist._cli import results, tables
@@ -38,17 +38,14 @@ TINY = ["--workload", "digits", "--model", "convnet:2", "--batch", "8"]
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The working directory, with modules of its own in it; they are forgotten afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "own_reducers.py").write_text(MODULE)
-    (tmp_path / "broken_reducers.py").write_text("import jaxdist\n\nnothing = 1 / 0\n")
-    (tmp_path / "late_reducers.py").write_text("import jaxdist as jd\n\njd.runtime.use_cpu_devices(0)\n")
-    (tmp_path / "needy_reducers.py").write_text("import a_package_that_is_missing\n")
-    known = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - known:
-        if name.endswith("_reducers"):
-            del sys.modules[name]
+    sources = {
+        "own_reducers": MODULE,
+        "broken_reducers": "import jaxdist\n\nnothing = 1 / 0\n",
+        "late_reducers": "import jaxdist as jd\n\njd.runtime.use_cpu_devices(0)\n",
+        "needy_reducers": "import a_package_that_is_missing\n",
+    }
+    with modules_in(tmp_path, monkeypatch, **sources):
+        yield tmp_path
 
 
 def read_csv(path):

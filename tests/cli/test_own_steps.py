@@ -1,11 +1,11 @@
 """A step of one's own on the command line: the one of the guide, and what is refused by name."""
 
 import re
-import sys
 
 import jax
 import pytest
 from paths import REPOSITORY
+from readers_modules import modules_in
 
 import jaxdist as jd
 from jaxdist._cli import main as cli
@@ -66,11 +66,6 @@ def refuses(mesh, width: int):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The working directory, with modules of its own in it, and this machine's devices in the place of a target's."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "own_steps.py").write_text(MODULE)
-    block = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[0]
-    (tmp_path / "my_step.py").write_text(block)
 
     def gpu(target, axes=None):
         found = re.fullmatch(r"(\w+):(\d+)x(\d+)", target)
@@ -79,11 +74,9 @@ def folder(tmp_path, monkeypatch):
         return jd.make_mesh(dict(axes), devices=jax.devices()[:count])
 
     monkeypatch.setattr(planning.pods, "gpu", gpu)
-    known = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - known:
-        if name in ("own_steps", "my_step"):
-            del sys.modules[name]
+    block = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[0]
+    with modules_in(tmp_path, monkeypatch, own_steps=MODULE, my_step=block):
+        yield tmp_path
 
 
 def plan(capsys, *arguments, target="h100:1x4"):
