@@ -1,6 +1,5 @@
 """The bits of a tree of parameters: flat vectors of unsigned words in host memory, and back."""
 
-import hashlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from jax.typing import DTypeLike
 
 from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
+from .._stores.base import begin_hash
 from .base import PublishMismatchError
 from .changes import bit_patterns, can_compare
 
@@ -118,7 +118,7 @@ def check_equal(found: dict[str, Any], own: dict[str, Any], place: str) -> None:
 
 def digest_of(words: Sequence[np.ndarray]) -> str:
     """A hash of all bits, 32 hexadecimal digits."""
-    total = hashlib.blake2b(digest_size=16)
+    total = begin_hash()
     for x in words:
         total.update(x.data)
     return total.hexdigest()
