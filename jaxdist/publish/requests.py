@@ -21,7 +21,7 @@ logger = logging.getLogger("jaxdist.publish")
 PAUSES = 0.05, 5.0
 # Bytes of a piece of a long body, and how many pieces are on the way at once: where the first one took at most so many
 # seconds, since the time limit of a request includes its bytes.
-PIECE, AHEAD, QUICK = 4 * 2**20, 4, 2.0
+PIECE, AHEAD, QUICK = 2 * 2**20, 4, 2.0
 
 
 class Requests:

@@ -164,7 +164,7 @@ def _describe_leaf(name: str, x: Any, dtype: DTypeLike | None) -> PublishedLeaf:
 
 
 def _place_leaf(words: np.ndarray, leaf: PublishedLeaf, like: Any) -> Any:
-    # A copy, since on CPU the array would be this memory, which the next patch changes.
+    # A copy of its own, which on CPU becomes the array: the next patch changes the words, and `may_alias=False` copies
+    # no arrays of NumPy (https://github.com/jax-ml/jax/issues/37830).
     host = words.copy().view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
-    sharding = getattr(like, "sharding", None)
-    return jnp.asarray(host) if sharding is None else jax.device_put(host, sharding)
+    return jax.device_put(host, getattr(like, "sharding", None))
