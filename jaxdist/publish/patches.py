@@ -5,6 +5,7 @@ is mostly plus or minus one, and the follower's pattern is known by its hash. Se
 docs/reference/publish.md.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -39,6 +40,8 @@ LANE_SYMBOLS = 512
 TOGETHER = 64
 # Instead of an alphabet: numbers of one width as they are, where symbols would save less than three percent.
 RAW, PLENTY = 255, 1.03
+# Numbers below this, which most are, are split by a table.
+SMALL = 2**16
 BY_LEAF, FLAT = range(2)
 
 
@@ -364,9 +367,21 @@ def _width_of(numbers: np.ndarray) -> int:
     return int(np.max(numbers)).bit_length()
 
 
-def _split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _split(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The symbols of numbers, how many of their bits follow, and these."""
-    numbers = values.astype(np.uint64)
+    if int(np.max(numbers)) < SMALL:
+        small = numbers.astype(np.intp)
+        symbols, lengths, rests = _split_small()
+        return symbols.take(small), lengths.take(small), rests.take(small)
+    return _split_any(numbers)
+
+
+@functools.cache
+def _split_small() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return _split_any(np.arange(SMALL, dtype=np.uint64))
+
+
+def _split_any(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     top = (np.frexp(np.maximum(numbers, DIRECT).astype(np.float64))[1] - 1).astype(np.uint64)
     # Numbers of more than 53 bits may have been rounded up to a power of two.
     top -= np.maximum(numbers, DIRECT) >> top == 0

@@ -181,6 +181,9 @@ def test_long_anchors_are_read_in_pieces(states, wanted, monkeypatch, caplog):
     size = len(store.get(first))
     assert sorted(asked) == [("read", first, start, min(start + 100, size)) for start in range(0, size, 100)]
     assert read_all(store._replace(read=None), like) == wanted[:8]
+    # One after the other, where the first one takes long.
+    monkeypatch.setattr(requests, "QUICK", 0)
+    assert read_all(store, like) == wanted[:8]
     # Cut where a piece ends, so that the last ones are beyond its end; and altered within one.
     store.put(first, store.get(first)[:200])
     assert read_all(store, like) == wanted[3:8]
