@@ -218,7 +218,7 @@ def _head_tables() -> tuple[np.ndarray, np.ndarray]:
     return np.where(whole, lengths, 0), np.where(whole, values, 0)
 
 
-class Stream(NamedTuple):
+class SymbolStream(NamedTuple):
     """Symbols in rANS code, but for their words: how many, the share of each in `2**14`, and the state of each lane."""
 
     count: int
@@ -235,8 +235,8 @@ class Stream(NamedTuple):
         return self.shares.astype("<u2").tobytes() + self.states.astype("<u4").tobytes()
 
 
-def take_stream(reader: Reader, count: int, alphabet: int, lanes: int) -> Stream:
-    """Takes `Stream.to_bytes` of `count` symbols.
+def take_stream(reader: Reader, count: int, alphabet: int, lanes: int) -> SymbolStream:
+    """Takes `SymbolStream.to_bytes` of `count` symbols.
 
     Raises:
       DamagedCodeError: the bytes are none.
@@ -244,7 +244,7 @@ def take_stream(reader: Reader, count: int, alphabet: int, lanes: int) -> Stream
     shares = reader.take_array(alphabet, "<u2").astype(np.int64)
     if shares.sum() != WHOLE or not 1 <= lanes <= count:
         raise DamagedCodeError(f"{lanes} lanes for {count} symbols, whose shares add up to {shares.sum()}, not {WHOLE}")
-    return Stream(count, shares, reader.take_array(lanes, "<u4").astype(np.uint32))
+    return SymbolStream(count, shares, reader.take_array(lanes, "<u4").astype(np.uint32))
 
 
 def encode_symbols(symbols: np.ndarray, alphabet: int, *, most: int = LANE_SYMBOLS) -> bytes:
@@ -277,7 +277,7 @@ def decode_symbols(reader: Reader, count: int, alphabet: int) -> np.ndarray:
 
 def encode_streams(
     vectors: Sequence[np.ndarray], alphabets: Sequence[int], *, most: int = LANE_SYMBOLS
-) -> tuple[list[Stream], np.ndarray]:
+) -> tuple[list[SymbolStream], np.ndarray]:
     """Encodes vectors of u8 symbols, none empty, side by side: returns a stream of each, and the words of all as u16.
 
     The lanes of all advance together, as those of one vector do: with many short vectors a step has more to do, and the
@@ -303,11 +303,11 @@ def encode_streams(
             state = (quotient << np.uint32(SCALE)) + (state - quotient * f) + before.take(row)
         for n, some in zip(members, np.split(state, np.cumsum([lanes[n] for n in members])[:-1]), strict=True):
             states[n] = some
-    streams = [Stream(len(x), *found) for x, *found in zip(vectors, shares, states, strict=True)]
+    streams = [SymbolStream(len(x), *found) for x, *found in zip(vectors, shares, states, strict=True)]
     return streams, np.concatenate([np.zeros(0, "<u2"), *words[::-1]])
 
 
-def decode_streams(streams: Sequence[Stream], words: np.ndarray) -> list[np.ndarray]:
+def decode_streams(streams: Sequence[SymbolStream], words: np.ndarray) -> list[np.ndarray]:
     """Decodes the vectors of `encode_streams`, as u8.
 
     Raises:
@@ -357,7 +357,7 @@ def _segments(rows: Sequence[int]) -> list[tuple[int, int, list[int]]]:
     return [(start, stop, [n for n, own in enumerate(rows) if own >= stop]) for start, stop in zip([0, *stops], stops)]
 
 
-def _decoding_tables(streams: Sequence[Stream]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _decoding_tables(streams: Sequence[SymbolStream]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """By the lowest bits of a state: its symbol, the share of that, and what is left of the bits; stream by stream."""
     shares = np.concatenate([stream.shares for stream in streams])
     numbers = np.concatenate([np.arange(len(stream.shares), dtype=np.uint8) for stream in streams])

@@ -144,7 +144,7 @@ def draw_tree(rng, mesh):
 def publish_and_follow_with_kills(seed, count, mesh):
     """Publishers and followers are killed at any request, and others take their places."""
     rng = np.random.default_rng(seed)
-    with mock.patch.object(requests, "PIECE", int(rng.choice([32, 2**22]))):
+    with mock.patch.object(requests, "PIECE", int(rng.choice([500, 5000, 2**22]))):
         publish_and_follow(rng, seed, count, mesh)
 
 
