@@ -144,12 +144,15 @@ def draw_tree(rng, mesh):
 def publish_and_follow_with_kills(seed, count, mesh):
     """Publishers and followers are killed at any request, and others take their places."""
     rng = np.random.default_rng(seed)
-    with mock.patch.object(requests, "PIECE", int(rng.choice([500, 5000, 2**22]))):
-        publish_and_follow(rng, seed, count, mesh)
+    params = draw_tree(rng, mesh)
+    # Anchors of one piece, or of three: with more, few would come to the end of one.
+    pieces = int(rng.choice([1, 3]))
+    with mock.patch.object(requests, "PIECE", 8 + sum(x.nbytes for x in jax.tree.leaves(params)) // pieces):
+        publish_and_follow(rng, seed, params, count)
 
 
-def publish_and_follow(rng, seed, count, mesh):
-    store, params, wanted, number = islands.memory(), draw_tree(rng, mesh), {}, 0
+def publish_and_follow(rng, seed, params, count):
+    store, wanted, number = islands.memory(), {}, 0
     while number < count:
         options = {"compare_on": str(rng.choice(["host", "device"])), "anchor_every": int(rng.integers(1, 9))}
         with suppress(KilledError), publish.open(killing(store, int(rng.integers(3, 50))), **options) as out:
