@@ -341,18 +341,25 @@ def _decode_batch(reader: Reader, counts: Sequence[int]) -> Iterator[np.ndarray]
     streams = [take_stream(reader, count, kind + 1, reader.take_number()) for count, kind, _ in kinds if kind != RAW]
     symbols = iter(decode_streams(streams, reader.take_array(reader.take_number(), "<u2")) if streams else ())
     for count, kind, width in kinds:
-        yield _take_rests(reader, width, count) if kind == RAW else _join_rests(reader, next(symbols).astype(np.int64))
+        yield _take_rests(reader, width, count) if kind == RAW else _join_rests(reader, next(symbols))
 
 
 def _join_rests(reader: Reader, symbols: np.ndarray) -> np.ndarray:
     """The numbers of symbols, with their lower bits."""
-    large = symbols >= DIRECT
-    lengths = np.where(large, (symbols - DIRECT) // 4 + 1, 0)
-    values = np.where(large, 4 + (symbols - DIRECT) % 4, symbols).astype(np.uint64) << lengths.astype(np.uint64)
+    values, lengths = (table.take(symbols) for table in _numbers_of_symbols())
     for bits in _lengths_in(lengths):
         where = np.flatnonzero(lengths == bits)
         values[where] |= _take_rests(reader, bits, len(where))
     return values
+
+
+@functools.cache
+def _numbers_of_symbols() -> tuple[np.ndarray, np.ndarray]:
+    """The least number of each symbol, and how many bits follow."""
+    symbols = np.arange(256)
+    large = symbols >= DIRECT
+    lengths = np.where(large, (symbols - DIRECT) // 4 + 1, 0)
+    return np.where(large, 4 + (symbols - DIRECT) % 4, symbols).astype(np.uint64) << lengths.astype(np.uint64), lengths
 
 
 def _take_rests(reader: Reader, bits: int, count: int) -> np.ndarray:
