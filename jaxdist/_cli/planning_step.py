@@ -24,7 +24,7 @@ DONATE = (
 
 ON_HOST = (
     "the step keeps arrays in host memory (jaxdist.offload.host), which the compiler of a GPU that is not attached "
-    "does not take: plan it without, and count these arrays on the host"
+    "does not take: count these arrays on the host and try the step without it"
 )
 
 
@@ -55,7 +55,6 @@ def plan_step(
     known: dict[str, Any] = {"target": spelled, "devices": mesh.size, "chip": chip, "parameters": 0}
     known["warnings"] = planning.notes_of(chip)
     try:
-        # The text of a whole program is long, but read only here.
         advice = ON_HOST if planning.HOST in lowered.as_text() else "try parts of the step"
         compiled = planning.compile_for(target, lowered, compiler_options, advice=advice)
     except planning.OutOfMemoryError as error:
