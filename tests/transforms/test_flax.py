@@ -397,6 +397,26 @@ def test_a_stored_random_stream_is_named():
         jd.local_value_and_grad(lambda model, x: model(x).mean())(jax.tree.map(lambda x: x[0], own["model"].value), 1.0)
 
 
+def test_the_model_of_a_pair_takes_the_global_parameters():
+    tx = jd.local_sgd.diloco(optax.sgd(0.1), sync_period=1)
+
+    def make():
+        model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+        return jd.PerWorker(model, resize="mean"), nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(state, data):
+        model, optimizer = state
+        _, gradient = jd.local_value_and_grad(lambda model, x: (model(x) ** 2).mean())(model, data)
+        optimizer.update(model, gradient)
+        return (model, optimizer), {}
+
+    state, _ = jd.simulate(step, 2)(jd.init_state(make, 2), jnp.ones((4, 6)))
+    model = nnx.Linear(6, 4, rngs=nnx.Rngs(1))
+    nnx.update(model, jd.local_sgd.global_params(state[1].opt_state))
+    # At the end of a round each worker's model is the global one.
+    assert jnp.allclose(model.kernel[...], state[0].value.kernel[...][0], atol=1e-6)
+
+
 def test_attention_that_keeps_no_stream_trains_and_the_message_says_how():
     with pytest.raises(ValueError, match=r"layer\.rngs\.count` of the state .*MultiHeadAttention.*keep_rngs=False"):
         jd.place(WithAttention(nnx.Rngs(0), keep_rngs=True), 2)
