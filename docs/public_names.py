@@ -87,11 +87,10 @@ def entry_of(name: str, entries: dict[str, str]) -> str | None:
     return next((entry for entry in entries if resolve(entry) is value), None)
 
 
-def stability() -> dict[str, str]:
-    """How stable each public module is, as the page about versions says."""
-    return dict(
-        re.findall(r"^\| `(jaxdist[.\w]*)` \| (\w+) \|$", (ROOT / "docs/stability.md").read_text(), re.MULTILINE)
-    )
+def stability_of(module: str) -> str:
+    """How stable a public module is, as the last paragraph of its docstring says."""
+    level = re.search(r"\n\n(Provisional|Experimental): .*\Z", inspect.getdoc(import_module(module)) or "")
+    return level[1].lower() if level else "stable"
 
 
 def tables() -> str:
@@ -102,7 +101,7 @@ def tables() -> str:
         if not names:
             continue
         summary = summarize(import_module(module))
-        level = stability().get(module, "")
+        level = stability_of(module) if module != "jaxdist" else ""
         rows.append(f"| [`{module}`](#{module.replace('.', '')}) | {len(names)} | {level} | {summary} |")
         table = _table_of(module, names, entries)
         if module != "jaxdist":
@@ -134,6 +133,14 @@ def with_contents(markdown: str) -> str:
     return re.sub(r"^(?=## |::: )", lambda _: f"{table}\n\n", markdown, count=1, flags=re.MULTILINE)
 
 
+def with_stability(markdown: str) -> str:
+    """Says on a page of the reference, below its title, which of its modules may still change."""
+    modules = sorted({".".join(name.split(".")[:2]) for name in entries_of(markdown) if name.count(".") > 1})
+    levels = [(module, stability_of(module)) for module in modules]
+    text = ", ".join(f"`{module}` is [{level}](../stability.md)" for module, level in levels if level != "stable")
+    return re.sub(r"\A(# .*\n)", rf"\1\n*{text}.*\n", markdown) if text else markdown
+
+
 def with_sentences(markdown: str) -> str:
     """Gives each name in the tables of `| kind | names |` a row of its own, with the first sentence about it."""
     return re.sub(r"^\| kind \| names \|\n.*\n((?:\|.*\n)+)", _one_row_each, markdown, flags=re.MULTILINE)
@@ -153,7 +160,9 @@ def _one_row_each(table: re.Match) -> str:
 def on_page_markdown(markdown: str, **options) -> str:
     """Fills in the tables of a page; mkdocs calls this for every page."""
     del options
-    return with_sentences(markdown.replace(MARKER, tables()) if MARKER in markdown else with_contents(markdown))
+    if MARKER in markdown:
+        return with_sentences(markdown.replace(MARKER, tables()))
+    return with_sentences(with_stability(with_contents(markdown)))
 
 
 def on_files(files: Any, *, config: Any) -> Any:

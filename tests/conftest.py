@@ -30,7 +30,7 @@ from jax._src.interpreters import mlir
 from type_checks import install_import_hook
 
 # Test modules import the library. Under xdist the first process collects none of them, and is spared the import.
-install_import_hook("jaxdist")
+#install_import_hook("jaxdist")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # No test reads from which line of which caller an operation comes; writing it down took a twelfth of the suite's time.

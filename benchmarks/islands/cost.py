@@ -166,7 +166,7 @@ def measure_host(options):
     config, local, one = method_of(tx), tx.init(params), np.float32(1)
     method, moved = exchange.RoundMethod(config.reducer, config.outer), jax.random.normal(jax.random.key(0), SHAPE)
     drift, state = exchange.measure_drift(local.anchor, moved), local.reducer[0]
-    encode = lambda: exchange.encode_drift(method, np.int32(1), drift, state, one)  # noqa: E731
+    encode = lambda: exchange.encode_drift(method, np.int32(1), drift, local.anchor, moved, state, one)  # noqa: E731
     arrays = [exchange.to_host(x) for x in encode()[0]]
     body, shared = protocol.pack("x", arrays), exchange.select_shared(local)
     zeros = exchange.zeros_like(shared.anchor)

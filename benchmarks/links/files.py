@@ -34,7 +34,12 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, json.dumps(found).encode())
         else:
             body = self.names.get(place.path)
-            self._answer(404 if body is None else 200, body or b"")
+            asked = self.headers["Range"]
+            if body is not None and asked:
+                start, end = map(int, asked.removeprefix("bytes=").split("-"))
+                self._answer(206, body[start : end + 1])
+            else:
+                self._answer(404 if body is None else 200, body or b"")
 
     def do_PUT(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -95,7 +100,11 @@ def connect(address: str, port: int) -> tuple[Callable, ...]:
     def delete(name: str) -> None:
         ask("DELETE", f"/{name}")
 
-    return create, put, get, list_names, delete
+    def read(name: str, start: int, end: int) -> bytes | None:
+        status, body = ask("GET", f"/{name}", Range=f"bytes={start}-{end - 1}")
+        return body if status == 206 else None
+
+    return create, put, get, list_names, delete, None, read
 
 
 if __name__ == "__main__":

@@ -67,6 +67,8 @@ def follow(given):
 
     import jaxdist as jd
 
+    # A process that starts its devices does so before.
+    jax.block_until_ready(jnp.zeros(1))
     like = [jax.ShapeDtypeStruct((given.words // LEAVES,), jnp.bfloat16)] * LEAVES
     states = jd.publish.follow(connect(given.address), like=like, start="oldest", poll=0.005)
     for number in range(given.states):

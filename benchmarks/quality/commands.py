@@ -7,19 +7,23 @@ Reads every `jaxdist train` and `jaxdist compare` from the shell blocks of the p
 plain form, which is the reducer without `ef:`, `loco:` or `ef21:`, local steps without a reducer, and a reducer without
 ZeRO. Of `--suite local` these are the methods that have a plain form, at `H = 32` and 512 steps. Commands with
 `--offload` or `--islands`, which `compare` does not have, are run whole: as the page has them, without the option, and
-as `exact`. Left out are `--engine ray`, whose losses depend on the clock, `--suite compression`, which has a report of
-its own, and `--start 0`, whose page says that it is no advice.
+as `exact`. Rules of `jaxdist replay` are run with the workers, durations and links of the command, for at most a minute
+of virtual time and without a target, beside `bsp` and without the memory of `--gradient`. Left out are `--engine ray`,
+whose losses depend on the clock, and what has a report of its own: `--suite compression`, `--start 0`, and the table of
+ten rules with `--nic`.
 
 Text is learned by `gpt:tiny`, the smallest model, in at most 1,000 steps, and in 200 in whole commands and where a
 command shows checkpoints (`--save-every`). `my-notes/` are the pages themselves, a bucket or a disk is a folder, an
 island has a second one beside it, and modules of the reader are the blocks of the pages. Of a loop over rates one in
 the middle is run.
 
-Rows are appended to `commands.jsonl` and `whole.jsonl`; what these have already is not repeated. `commands.md` and
-`whole.md` have the tables.
+Rows are appended to `commands.jsonl`, `whole.jsonl` and `replays.jsonl`; what these have already is not repeated. Files
+`.md` of the same names have the tables.
 """
 
 import argparse
+import contextlib
+import csv
 import importlib.metadata
 import json
 import os
@@ -49,7 +53,8 @@ LOCAL_OPTIMIZER = suites.LOCAL_OPTIMIZER.replace("4e-3", "8e-3")
 PART = 10
 # Their commands are run whole: `compare` has no such options.
 WHOLE = ("--offload", "--islands")
-LEFT_OUT = ("--engine ray", "--suite compression", "--start 0")
+LEFT_OUT = ("--engine ray", "--suite compression", "--start 0", "--nic", "--timing-only")
+MOST_SECONDS = 60.0
 # The page that has the module of a command, in its first block of Python or one with this comment.
 MODULES = {
     "my_reducers": "docs/how-to/add-a-reducer.md",
@@ -70,13 +75,13 @@ class Setting(NamedTuple):
     text: str = ""
 
 
-def commands() -> Iterator[tuple[str, str]]:
+def commands(programs: str = "train|compare") -> Iterator[tuple[str, str]]:
     """Each command that trains, on one line and with the variable of its loop filled in, and the name of its page."""
     for page in PAGES:
         for _, block in SHELL.findall(page.read_text()):
             loop = LOOP.search(block)
             for line in block.replace("\\\n", " ").splitlines():
-                if not re.match(r"jaxdist (train|compare)\b", line.strip()):
+                if not re.match(rf"jaxdist ({programs})\b", line.strip()):
                     continue
                 if loop:
                     values = loop[2].split()
@@ -176,7 +181,15 @@ def measure(setting: Setting, methods: list[str], seeds: int) -> list[dict[str, 
 
 
 def run_commands(commands: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
-    """Runs commands at a time, in a folder that has the modules of the pages, and returns their logs."""
+    """Runs commands at a time, and returns their logs."""
+    with run_in_folder(commands) as folder:
+        logs = [(folder / f"out-{number}" / "log.jsonl").read_text() for number in range(len(commands))]
+        return [[json.loads(line) for line in log.splitlines()] for log in logs]
+
+
+@contextlib.contextmanager
+def run_in_folder(commands: Sequence[Sequence[str]]) -> Iterator[Path]:
+    """Runs commands at a time, in a folder of their own that has the modules of the pages."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for module, page in MODULES.items():
@@ -190,8 +203,7 @@ def run_commands(commands: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]
             running.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL))
         if any([process.wait() for process in running]):
             raise RuntimeError(f"{commands} failed")
-        logs = [(folder / f"out-{number}" / "log.jsonl").read_text() for number in range(len(commands))]
-        return [[json.loads(line) for line in log.splitlines()] for log in logs]
+        yield folder
 
 
 def finite(loss: float | None) -> float | None:
@@ -315,6 +327,70 @@ def make_whole_table(rows: dict[tuple[str, ...], np.ndarray]) -> str:
     return "\n".join(lines)
 
 
+class Replay(NamedTuple):
+    """A command of a page as it is run, and without the memory of `--gradient`, `None` if it has none."""
+
+    command: str
+    page: str
+    own: str
+    plain: str | None
+
+
+def replay_commands() -> list[Replay]:
+    found = []
+    for command, page in commands("replay"):
+        if any(option in command for option in LEFT_OUT):
+            continue
+        text = without(command.removeprefix("jaxdist "), "events", "target", "evaluations", "seed", "seeds", "recorded")
+        text = re.sub(r" --rates( [\d.]+)+", "", without(text, "table", "figure"))
+        seconds = re.search(r" --seconds (\S+)", text)
+        if not seconds or float(seconds[1]) > MOST_SECONDS:
+            text = f"{without(text, 'seconds')} --seconds {MOST_SECONDS:g}"
+        if " bsp" not in text:
+            text = text.replace("--rule ", "--rule bsp ")
+        plain = re.sub(r"(?<= --gradient )(?:ef|loco|ef21):", "", text)
+        found.append(Replay(command, page, text, plain if plain != text else None))
+    return found
+
+
+def measure_replay(command: str, seeds: int) -> dict[str, Any]:
+    """The mean and the standard deviation of the held-out loss at the end, by rule."""
+    words = [*shlex.split(command), "--seeds", str(seeds), "--evaluations", "4", "--table", "table.csv"]
+    with run_in_folder([words]) as folder, (folder / "table.csv").open() as file:
+        rows = [
+            {"rule": row["rule"]} | {x: finite(float(row[f"held_out_loss_{x}"])) for x in ("mean", "std")}
+            for row in csv.DictReader(file)
+        ]
+    return {"command": command, "rules": rows, "jax": importlib.metadata.version("jax")}
+
+
+def read_replays(path: Path) -> dict[str, dict[str, tuple[float, float]]]:
+    """The mean and the standard deviation of the losses by command and rule; infinite if one seed diverged."""
+    rows = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    return {row["command"]: {x["rule"]: _moments(x["mean"], x["std"]) for x in row["rules"]} for row in rows}
+
+
+def _moments(*found: float | None) -> tuple[float, float]:
+    mean, deviation = (np.inf if x is None else x for x in found)
+    return mean, deviation
+
+
+def make_replay_table(rows: dict[str, dict[str, tuple[float, float]]]) -> str:
+    lines = [
+        "| as it was run | rule | held-out loss | above `bsp` | without the memory | page |",
+        "|---|---|--:|--:|--:|---|",
+    ]
+    for each in replay_commands():
+        found, plain = rows.get(each.own, {}), rows.get(each.plain or "", {})
+        for rule, (mean, std) in found.items():
+            cells = [f"`{each.own}`", f"`{rule}`", f"{mean:.3f} ±{std:.3f}" if np.isfinite(mean) else "diverges"]
+            is_compared = rule != "bsp" and np.isfinite(mean)
+            cells += [f"{100 * (mean / found['bsp'][0] - 1):+.1f} %" if is_compared else ""]
+            cells += ["{:.3f} ±{:.3f}".format(*plain[rule]) if plain else "", each.page]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/commands"))
@@ -335,6 +411,12 @@ def main(given: argparse.Namespace) -> None:
         if form not in read_whole(whole):
             print(*form, flush=True)
             append_rows(given.out, "whole", [measure_whole(form, given.seeds)])
-    for file, table in ((path, make_table(read_rows(path))), (whole, make_whole_table(read_whole(whole)))):
+    replays = given.out / "replays.jsonl"
+    for command in dict.fromkeys(form for each in replay_commands() for form in (each.own, each.plain) if form):
+        if command not in read_replays(replays):
+            print(command, flush=True)
+            append_rows(given.out, "replays", [measure_replay(command, given.seeds)])
+    tables = make_table(read_rows(path)), make_whole_table(read_whole(whole)), make_replay_table(read_replays(replays))
+    for file, table in zip((path, whole, replays), tables, strict=True):
         file.with_suffix(".md").write_text(table + "\n")
         print(table)

@@ -25,6 +25,8 @@ class SharedStore(NamedTuple):
       list: `list(prefix) -> names` that begin with `prefix`, sorted. It may miss names of the last moments.
       delete: removes a name, if it is there.
       delete_many: removes names, those that are there, in few requests; `None`: they are deleted one by one.
+      read: `read(name, start, end) -> bytes`: these bytes of a name, or `None` if it is absent, in several threads at
+        once; `None`: bytes are read whole. `jaxdist.publish` reads large anchors so.
     """
 
     create: Callable[[str, bytes], bool]
@@ -33,6 +35,7 @@ class SharedStore(NamedTuple):
     list: Callable[[str], list[str]]
     delete: Callable[[str], None]
     delete_many: Callable[[Sequence[str]], None] | None = None
+    read: Callable[[str, int, int], bytes | None] | None = None
 
 
 def place_of(url: "str | os.PathLike[str] | SharedStore") -> str:
@@ -42,7 +45,14 @@ def place_of(url: "str | os.PathLike[str] | SharedStore") -> str:
 
 def hash_of(body: bytes) -> str:
     """A hash of bytes, 32 hexadecimal digits, to name them by."""
-    return hashlib.blake2b(body, digest_size=16).hexdigest()
+    found = begin_hash()
+    found.update(body)
+    return found.hexdigest()
+
+
+def begin_hash() -> Any:
+    """The hash of `hash_of`, for bytes that come in pieces: `update(piece)`, then `hexdigest()`."""
+    return hashlib.blake2b(digest_size=16)
 
 
 def deletions(store: SharedStore, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -87,4 +97,8 @@ def memory() -> SharedStore:
         for name in several:
             delete(name)
 
-    return SharedStore(create, put, get, list_names, delete, delete_many)
+    def read(name: str, start: int, end: int) -> bytes | None:
+        body = get(name)
+        return None if body is None else body[start:end]
+
+    return SharedStore(create, put, get, list_names, delete, delete_many, read)

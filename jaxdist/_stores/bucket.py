@@ -70,7 +70,7 @@ def bucket(
     options |= {"endpoint": endpoint, "region": region, "credential_provider": credential_provider}
     options = {name: value for name, value in options.items() if value is not None}
     place = open_bucket(url, options, allow_http=allow_http, profile=profile, timeout=timeout)
-    functions = (place.create, place.put, place.get, place.list, place.delete, place.delete_many)
+    functions = (place.create, place.put, place.get, place.list, place.delete, place.delete_many, place.read)
     return SharedStore(*(_explaining(url, function) for function in functions))
 
 
@@ -129,6 +129,10 @@ class _Bucket:
             return bytes(read(self._place, name, start=start, end=end)) if end > start else b""
         except FileNotFoundError as error:
             return _none_unless_bucket_is_missing(error)
+        except self._obstore.exceptions.GenericError as error:
+            if _is_beyond_end(error):
+                return b""
+            raise
 
     def _read_whole(self, name: str) -> bytes:
         started = time.monotonic()
@@ -137,7 +141,7 @@ class _Bucket:
             found = self._obstore.get(self._place, name, options={"range": (0, PIECE)})
         except self._obstore.exceptions.GenericError as error:
             # No byte of an empty body can be asked for.
-            if "416" in str(error) or "StartTooLarge" in str(error):
+            if _is_beyond_end(error):
                 return bytes(self._obstore.get(self._place, name).bytes())
             raise
         size, pieces = found.meta["size"], [bytes(found.bytes())]
@@ -186,6 +190,10 @@ def _none_unless_bucket_is_missing(error: FileNotFoundError) -> None:
     # What is missing in a bucket that is missing would look like an empty run.
     if is_bucket_missing(error):
         raise error
+
+
+def _is_beyond_end(error: Exception) -> bool:
+    return "416" in str(error) or "StartTooLarge" in str(error)
 
 
 def _explaining(url: str, function: Callable[..., Any]) -> Callable[..., Any]:

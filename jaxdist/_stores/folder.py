@@ -44,7 +44,8 @@ def folder(path: str | os.PathLike[str]) -> SharedStore:
       ['a/b']
     """
     place = _Folder(Path(path).expanduser().absolute())
-    return SharedStore(place.create, place.put, place.get, place.list, place.delete, place.delete_many)
+    functions = (place.create, place.put, place.get, place.list, place.delete, place.delete_many, place.read)
+    return SharedStore(*functions)
 
 
 class _Folder:
@@ -87,9 +88,16 @@ class _Folder:
                 raise
 
     def get(self, name: str) -> bytes | None:
+        return self._read(name, 0, None)
+
+    def read(self, name: str, start: int, end: int) -> bytes | None:
+        return self._read(name, start, end - start)
+
+    def _read(self, name: str, start: int, count: int | None) -> bytes | None:
         try:
-            with _naming_umask(self._root / name):
-                return (self._root / name).read_bytes()
+            with _naming_umask(self._root / name), open(self._root / name, "rb") as file:
+                file.seek(start)
+                return file.read(count)
         except FileNotFoundError:
             self._check_root()
             return None

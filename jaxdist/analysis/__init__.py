@@ -1,4 +1,7 @@
-"""Predicts what a step will do before it runs: its collectives and their bytes, memory, operations and time."""
+"""Predicts what a step will do before it runs: its collectives and their bytes, memory, operations and time.
+
+Provisional: arguments may be renamed in a minor version without an old name.
+"""
 
 from . import cost as cost
 from . import goodput as goodput

@@ -1,4 +1,7 @@
-"""Asynchronous training: methods as pure state machines, run on a virtual clock or on real processes."""
+"""Asynchronous training: methods as pure state machines, run on a virtual clock or on real processes.
+
+Experimental: may change or go in any version.
+"""
 
 from . import durations as durations
 from . import links as links

@@ -19,6 +19,8 @@ References:
 """
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -216,6 +218,35 @@ def _head_tables() -> tuple[np.ndarray, np.ndarray]:
     return np.where(whole, lengths, 0), np.where(whole, values, 0)
 
 
+class SymbolStream(NamedTuple):
+    """Symbols in rANS code, but for their words: how many, the share of each in `2**14`, and the state of each lane."""
+
+    count: int
+    shares: np.ndarray
+    states: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        """The most symbols of a lane."""
+        return -(-self.count // len(self.states))
+
+    def to_bytes(self) -> bytes:
+        """The shares and states, for `take_stream`."""
+        return self.shares.astype("<u2").tobytes() + self.states.astype("<u4").tobytes()
+
+
+def take_stream(reader: Reader, count: int, alphabet: int, lanes: int) -> SymbolStream:
+    """Takes `SymbolStream.to_bytes` of `count` symbols.
+
+    Raises:
+      DamagedCodeError: the bytes are none.
+    """
+    shares = reader.take_array(alphabet, "<u2").astype(np.int64)
+    if shares.sum() != WHOLE or not 1 <= lanes <= count:
+        raise DamagedCodeError(f"{lanes} lanes for {count} symbols, whose shares add up to {shares.sum()}, not {WHOLE}")
+    return SymbolStream(count, shares, reader.take_array(lanes, "<u4").astype(np.uint32))
+
+
 def encode_symbols(symbols: np.ndarray, alphabet: int, *, most: int = LANE_SYMBOLS) -> bytes:
     """Encodes u8 symbols below `alphabet`; a lane has `most` of them, which are as many steps of the decoder.
 
@@ -227,27 +258,8 @@ def encode_symbols(symbols: np.ndarray, alphabet: int, *, most: int = LANE_SYMBO
     """
     if not len(symbols):
         return b""
-    counts = np.bincount(symbols, minlength=alphabet)
-    shares = _round_shares(counts)
-    bits = np.sum(counts * (SCALE - np.log2(np.maximum(shares, 1))))
-    lanes = max(1, int(bits) // LANE_BITS, len(symbols) // most)
-    rows = -(-len(symbols) // lanes)
-    # Filled up with the most frequent symbol.
-    padded = np.full((rows, lanes), np.argmax(counts), np.uint8)
-    padded.reshape(-1)[: len(symbols)] = symbols
-    share, before = shares.astype(np.uint32), (np.cumsum(shares) - shares).astype(np.uint32)
-    state, words = np.full(lanes, LOWEST, np.uint32), []
-    # Backwards, since a decoder takes the last symbol first.
-    for row in padded[::-1]:
-        f = share.take(row)
-        full = (state >> np.uint32(32 - SCALE)) >= f
-        words.append(state[full].astype("<u2"))
-        state = np.where(full, state >> np.uint32(16), state)
-        quotient = state // f
-        state = (quotient << np.uint32(SCALE)) + (state - quotient * f) + before.take(row)
-    stream = np.concatenate(words[::-1])
-    head = number_bytes(lanes) + number_bytes(len(stream)) + shares.astype("<u2").tobytes()
-    return head + state.astype("<u4").tobytes() + stream.tobytes()
+    (stream,), words = encode_streams([symbols], [alphabet], most=most)
+    return number_bytes(len(stream.states)) + number_bytes(len(words)) + stream.to_bytes() + words.tobytes()
 
 
 def decode_symbols(reader: Reader, count: int, alphabet: int) -> np.ndarray:
@@ -259,28 +271,100 @@ def decode_symbols(reader: Reader, count: int, alphabet: int) -> np.ndarray:
     if not count:
         return np.zeros(0, np.uint8)
     lanes, length = reader.take_number(), reader.take_number()
-    shares = reader.take_array(alphabet, "<u2").astype(np.int64)
-    if shares.sum() != WHOLE or not 1 <= lanes <= count:
-        raise DamagedCodeError(f"{lanes} lanes for {count} symbols, whose shares add up to {shares.sum()}, not {WHOLE}")
-    state = reader.take_array(lanes, "<u4").astype(np.uint32)
+    stream = take_stream(reader, count, alphabet, lanes)
+    return decode_streams([stream], reader.take_array(length, "<u2"))[0]
+
+
+def encode_streams(
+    vectors: Sequence[np.ndarray], alphabets: Sequence[int], *, most: int = LANE_SYMBOLS
+) -> tuple[list[SymbolStream], np.ndarray]:
+    """Encodes vectors of u8 symbols, none empty, side by side: returns a stream of each, and the words of all as u16.
+
+    The lanes of all advance together, as those of one vector do: with many short vectors a step has more to do, and the
+    steps are as many as those of the longest.
+    """
+    cut = [_cut_into_lanes(*found, most) for found in zip(vectors, alphabets, strict=True)]
+    shares = [found for _, found in cut]
+    # One alphabet after the other.
+    share = np.concatenate(shares).astype(np.uint32)
+    before = np.concatenate([np.cumsum(some) - some for some in shares]).astype(np.uint32)
+    firsts = np.cumsum([0, *alphabets])
+    lanes = [rows.shape[1] for rows, _ in cut]
+    states, words = [np.full(count, LOWEST, np.uint32) for count in lanes], []
+    # Backwards, since a decoder takes the last symbol first.
+    for start, stop, members in _segments([len(rows) for rows, _ in cut])[::-1]:
+        state = np.concatenate([states[n] for n in members])
+        for row in np.concatenate([cut[n][0][start:stop] + firsts[n] for n in members], axis=1)[::-1]:
+            f = share.take(row)
+            full = (state >> np.uint32(32 - SCALE)) >= f
+            words.append(state[full].astype("<u2"))
+            state = np.where(full, state >> np.uint32(16), state)
+            quotient = state // f
+            state = (quotient << np.uint32(SCALE)) + (state - quotient * f) + before.take(row)
+        for n, some in zip(members, np.split(state, np.cumsum([lanes[n] for n in members])[:-1]), strict=True):
+            states[n] = some
+    streams = [SymbolStream(len(x), *found) for x, *found in zip(vectors, shares, states, strict=True)]
+    return streams, np.concatenate([np.zeros(0, "<u2"), *words[::-1]])
+
+
+def decode_streams(streams: Sequence[SymbolStream], words: np.ndarray) -> list[np.ndarray]:
+    """Decodes the vectors of `encode_streams`, as u8.
+
+    Raises:
+      DamagedCodeError: these are no such streams.
+    """
+    states = [stream.states for stream in streams]
+    found: list[list[np.ndarray]] = [[] for _ in streams]
     # Zeros at the end, for damaged bytes that ask for more than there are.
-    words = np.append(reader.take_array(length, "<u2"), np.zeros(lanes, np.uint16)).astype(np.uint32)
-    # By the lowest bits of a state: its symbol, the share of that, and what is left of the bits.
-    symbol = np.repeat(np.arange(alphabet, dtype=np.uint8), shares)
-    share = shares.astype(np.uint32)[symbol]
-    rest = np.arange(WHOLE, dtype=np.uint32) - (np.cumsum(shares) - shares).astype(np.uint32)[symbol]
-    rows, place = -(-count // lanes), 0
-    out = np.empty((rows, lanes), np.uint8)
-    for row in range(rows):
-        slot = (state & np.uint32(WHOLE - 1)).astype(np.intp)
-        symbol.take(slot, out=out[row])
-        state = share.take(slot) * (state >> np.uint32(SCALE)) + rest.take(slot)
-        low = np.flatnonzero(state < LOWEST)
-        state[low] = (state[low] << np.uint32(16)) | words[place : place + len(low)]
-        place = min(place + len(low), length)
-    if place != length or (state != LOWEST).any():
-        raise DamagedCodeError(f"{count} symbols in {lanes} lanes do not end where their code does")
-    return out.reshape(-1)[:count]
+    padded = np.append(words, np.zeros(sum(map(len, states)), np.uint16)).astype(np.uint32)
+    symbol, share, rest = _decoding_tables(streams)
+    place = 0
+    for start, stop, members in _segments([stream.rows for stream in streams]):
+        lanes = [len(states[n]) for n in members]
+        state, table = np.concatenate([states[n] for n in members]), np.repeat(np.multiply(members, WHOLE), lanes)
+        rows = np.empty((stop - start, len(state)), np.uint8)
+        for row in rows:
+            slot = (state & np.uint32(WHOLE - 1)) + table
+            symbol.take(slot, out=row)
+            state = share.take(slot) * (state >> np.uint32(SCALE)) + rest.take(slot)
+            (low,) = (state < LOWEST).nonzero()
+            state[low] = (state[low] << np.uint32(16)) | padded[place : place + len(low)]
+            place = min(place + len(low), len(words))
+        ends = np.cumsum(lanes)[:-1]
+        for n, some, part in zip(members, np.split(state, ends), np.split(rows, ends, axis=1), strict=True):
+            states[n] = some
+            found[n].append(part)
+    if place != len(words) or any((state != LOWEST).any() for state in states):
+        raise DamagedCodeError(f"{sum(map(len, states))} lanes of symbols do not end where their code does")
+    return [np.concatenate(parts).reshape(-1)[: stream.count] for parts, stream in zip(found, streams, strict=True)]
+
+
+def _cut_into_lanes(symbols: np.ndarray, alphabet: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The symbols in rows, of which each lane is a column, and the shares of the alphabet."""
+    counts = np.bincount(symbols, minlength=alphabet)
+    shares = _round_shares(counts)
+    bits = np.sum(counts * (SCALE - np.log2(np.maximum(shares, 1))))
+    lanes = max(1, int(bits) // LANE_BITS, len(symbols) // most)
+    # Filled up with the most frequent symbol.
+    rows = np.full((-(-len(symbols) // lanes), lanes), np.argmax(counts), np.uint8)
+    rows.reshape(-1)[: len(symbols)] = symbols
+    return rows, shares
+
+
+def _segments(rows: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+    """Rows from a start to a stop in which the same vectors have symbols, which have so many rows each."""
+    stops = sorted(set(rows))
+    return [(start, stop, [n for n, own in enumerate(rows) if own >= stop]) for start, stop in zip([0, *stops], stops)]
+
+
+def _decoding_tables(streams: Sequence[SymbolStream]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By the lowest bits of a state: its symbol, the share of that, and what is left of the bits; stream by stream."""
+    shares = np.concatenate([stream.shares for stream in streams])
+    numbers = np.concatenate([np.arange(len(stream.shares), dtype=np.uint8) for stream in streams])
+    # Each stream fills its table, so that a sum over all begins anew at a multiple.
+    before = (np.cumsum(shares) - shares) % WHOLE
+    rest = np.tile(np.arange(WHOLE), len(streams)) - np.repeat(before, shares)
+    return np.repeat(numbers, shares), np.repeat(shares, shares).astype(np.uint32), rest.astype(np.uint32)
 
 
 def _round_shares(counts: np.ndarray) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""Islands: several training jobs that meet over a shared folder or a bucket; any may die, join or be late."""
+"""Islands: several training jobs that meet over a shared folder or a bucket; any may die, join or be late.
+
+Provisional: arguments may be renamed in a minor version without an old name.
+"""
 
 from .._stores.base import SharedStore as SharedStore
 from .._stores.base import memory as memory

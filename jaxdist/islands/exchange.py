@@ -28,11 +28,11 @@ from ..local_sgd.nested import advance_schedules, mark_inner, unmark_inner, upda
 from ..local_sgd.rounds import round_like
 from ..local_sgd.state import LocalStepsState
 from ..reducers.ef21 import EF21State
-from ..reducers.reducer import Extras, Law, Messages, Reduced, Reducer
+from ..reducers.reducer import NO_EXTRAS, Extras, Law, Messages, Reduced, Reducer
 from ..state.marks import is_mark, with_value
 from ..state.placement import place_leaf
 
-ONES_THAT_WORK = "exact(), compressed(code), power_sgd(rank), or error_feedback around one of these"
+ONES_THAT_WORK = "exact(), compressed(code), power_sgd(rank), or error_feedback or compute_visible around these"
 # Labels of the trace of a round: what only this island has, what all islands have, and what arrives.
 OWN, SHARED, ARRIVED = 1, 2, 4
 
@@ -83,7 +83,7 @@ def encode(
     index: Array | int,
     drift: Updates,
     state: State,
-    examples: Array | None = None,
+    extras: Extras = NO_EXTRAS,
     received: Received = (),
 ) -> tuple[list[Array], State]:
     """Returns the arrays that this island sends for its drift, and the reducer's state once they are taken.
@@ -91,7 +91,7 @@ def encode(
     That of a message before the last takes nothing. `index` is the number that the keys of its draws are folded with,
     as that of a worker is. Without examples the drift counts for nothing, and error feedback keeps its residual.
     """
-    generator, sent = _begin(reducer, drift, state, index, Extras(examples=examples), received)
+    generator, sent = _begin(reducer, drift, state, index, extras, received)
     result = _answer(generator, sent, _arrays(sent))
     return _arrays(sent), state if isinstance(result, Messages) else result[1]
 
@@ -108,7 +108,8 @@ def run_messages(
     reducer: Reducer, updates: Updates, state: State, arrays: Sequence[Any], received: Received = ()
 ) -> tuple[Reduced, State]:
     """Returns what the reducer does when these arrays, of one member, are all that arrives of its last message."""
-    result = _answer(*_begin(reducer, updates, state, 0, Extras(), received), arrays)
+    # The parameters of the member are not here: `check_reducer` finds out whether the mean would follow from them.
+    result = _answer(*_begin(reducer, updates, state, 0, Extras(params=updates), received), arrays)
     assert not isinstance(result, Messages)
     return result
 
@@ -158,10 +159,18 @@ def measure_drift(anchor: Updates, params: PyTree) -> Updates:
 
 @partial(jax.jit, static_argnums=0)
 def encode_drift(
-    method: RoundMethod, index: Array, drift: Updates, state: State, examples: Array, received: Received = ()
+    method: RoundMethod,
+    index: Array,
+    drift: Updates,
+    anchor: Updates,
+    params: PyTree,
+    state: State,
+    examples: Array,
+    received: Received = (),
 ) -> tuple[list[Array], State, Array, Array]:
-    """Returns what `encode` does, whether all of it is finite, and whether there is any drift."""
-    arrays, after = encode(method.reducer, index, drift, state, examples, received)
+    """Returns what `encode` does of `measure_drift`, whether all of it is finite, and whether there is any drift."""
+    start = jax.tree.map(round_like, anchor, params)
+    arrays, after = encode(method.reducer, index, drift, state, Extras(examples=examples, params=start), received)
     kept = [x for x in jax.tree.leaves((drift, arrays, after)) if jnp.issubdtype(x.dtype, jnp.floating)]
     is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in kept]))
     return arrays, after, is_finite, jnp.any(jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(drift)]))
@@ -362,7 +371,7 @@ def compile_programs(
     drift, one = measure_drift(local.anchor, params), np.float32(1)
     received: list[list[np.ndarray]] = []
     for like in plan.messages:
-        arrays, *_ = encode_drift(method, index, drift, local.reducer[0], one, received)
+        arrays, *_ = encode_drift(method, index, drift, local.anchor, params, local.reducer[0], one, received)
         received.append([to_host(x) for x in arrays])
         if plan.is_averaged(len(received) - 1):
             mean_of([received[-1]] * 2, [1.0, 1.0], like)
@@ -483,7 +492,7 @@ def _trace_messages(reducer: Reducer, like: PyTree, state: State) -> tuple[list[
     found: list[tuple[bool, bool]] = []
 
     def send(drift: PyTree, state: State, received: Received) -> list[Array]:
-        generator, sent = _begin(reducer, drift, state, 0, Extras(), received)
+        generator, sent = _begin(reducer, drift, state, 0, Extras(params=drift), received)
         arrays = _arrays(sent)
         found.append((not sent.gather, not isinstance(_answer(generator, sent, arrays), Messages)))
         return arrays

@@ -156,7 +156,9 @@ def _fingerprint(
     one, start = np.float32(1), shared
     encodings, received = [], []
     for _ in plan.messages:
-        encodings.append((method, np.int32(0), measure_drift(anchor, params), reducer, one, received))
+        # Parameters as wide as the anchor: another island, and a reader, may have others.
+        drift = measure_drift(anchor, params)
+        encodings.append((method, np.int32(0), drift, anchor, anchor, reducer, one, received))
         received = [*received, [to_host(x) for x in encode_drift(*encodings[-1])[0]]]
     *received, hosts = received
     total, replicated = method.begin_total(anchor), shared.reducer

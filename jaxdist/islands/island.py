@@ -538,7 +538,14 @@ class Island:
         drift = measure_drift(local.anchor, part.params)
         weight = self._weight_of(local, drift, is_told=is_told)
         arrays, after, finite, moved = encode_drift(
-            self._replay.method, self._index, drift, local.reducer[0], np.float32(weight), self._replay.received
+            self._replay.method,
+            self._index,
+            drift,
+            local.anchor,
+            part.params,
+            local.reducer[0],
+            np.float32(weight),
+            self._replay.received,
         )
         if not bool(to_host(finite)):
             self._take_anchors(model)

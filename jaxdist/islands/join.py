@@ -47,7 +47,7 @@ def join(
     Args:
       url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
       tx: from `local_steps(..., axis=None)` or a recipe; its reducer is `exact()`, `compressed(code)`,
-        `power_sgd(rank)`, or error feedback around one.
+        `power_sgd(rank)`, or error feedback or `compute_visible` around these.
       name: of this island; a new job under an old name takes its place.
       round_timeout: seconds to wait for others; no call takes more than a second longer.
       begin_with: how many the first round waits for.

@@ -1,4 +1,7 @@
-"""Models larger than a device: state in host memory or on disk, and layers computed in tiles."""
+"""Models larger than a device: state in host memory or on disk, and layers computed in tiles.
+
+Provisional: arguments may be renamed in a minor version without an old name.
+"""
 
 from .delayed import delayed as delayed
 from .host import host as host

@@ -1,4 +1,7 @@
-"""Online learning with uneven batches: mirror descent and dual averaging."""
+"""Online learning with uneven batches: mirror descent and dual averaging.
+
+Provisional: arguments may be renamed in a minor version without an old name.
+"""
 
 from .any_batch import any_batch as any_batch
 from .anytime_minibatch import anytime_minibatch as anytime_minibatch

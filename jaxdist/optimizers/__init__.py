@@ -1,4 +1,7 @@
-"""Optimizers that communicate inside their update."""
+"""Optimizers that communicate inside their update.
+
+Provisional: arguments may be renamed in a minor version without an old name.
+"""
 
 from .demo import demo as demo
 from .dion import dion as dion

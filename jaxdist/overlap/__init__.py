@@ -1,4 +1,7 @@
-"""Communication hidden behind computation: deferred reductions (`pipelined`) and two waves at once (`wavelet`)."""
+"""Communication hidden behind computation: deferred reductions (`pipelined`) and two waves at once (`wavelet`).
+
+Provisional: arguments may be renamed in a minor version without an old name.
+"""
 
 from .layer_passes import Layered as Layered
 from .pipelined import Pipelined as Pipelined

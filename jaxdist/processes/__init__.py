@@ -1,4 +1,7 @@
-"""The processes of a job: initialization, consistency checks, heartbeats, preemption."""
+"""The processes of a job: initialization, consistency checks, heartbeats, preemption.
+
+Provisional: arguments may be renamed in a minor version without an old name.
+"""
 
 from . import launch as launch
 from .broadcast import assert_same as assert_same

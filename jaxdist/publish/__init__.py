@@ -1,4 +1,7 @@
-"""Weights that follow a trainer: published to a folder or a bucket as exact patches, for any number of followers."""
+"""Weights that follow a trainer: published to a folder or a bucket as exact patches, for any number of followers.
+
+Experimental: may change or go in any version.
+"""
 
 from .base import NothingPublishedError as NothingPublishedError
 from .base import PublishDamagedError as PublishDamagedError

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from .._stores.base import hash_of
+from .._stores.base import begin_hash, hash_of
 from . import protocol
 from .base import PublishDamagedError, PublishMismatchError
 from .patches import apply_patch
@@ -95,7 +95,7 @@ class Chain:
         if publication.patch:
             try:
                 apply_patch(self._read_body(publication.patch), self.words, self.leaves)
-                self._check(publication.patch, publication, self.words)
+                self._check_state(publication.patch, publication, digest_of(self.words))
                 return
             # A whole patch that cannot be read is one of another state.
             except (PublishDamagedError, ValueError, IndexError, OverflowError) as error:
@@ -128,20 +128,31 @@ class Chain:
         return False
 
     def _read_anchor(self, publication: Publication) -> list[np.ndarray]:
-        words = protocol.read_anchor(publication.anchor, self._read_body(publication.anchor), self.leaves)
-        self._check(publication.anchor, publication, words)
-        return words
+        """Reads an anchor piece by piece, and hashes one while the next ones arrive."""
+        name, whole, state = publication.anchor, begin_hash(), begin_hash()
+        body = bytearray()
+        for piece in self._requests.get_pieces(name, publication.anchor_bytes):
+            if piece is None:
+                raise PublishDamagedError(f"{name} is missing")
+            whole.update(piece)
+            state.update(memoryview(piece)[max(len(protocol.ANCHOR_MAGIC) - len(body), 0) :])
+            body += piece
+        self._check_body(name, len(body), whole.hexdigest())
+        self._check_state(name, publication, state.hexdigest())
+        return protocol.read_anchor(name, body, self.leaves)
 
     def _read_body(self, name: str) -> bytes:
         body = self._requests.get(name)
         if body is None:
             raise PublishDamagedError(f"{name} is missing")
-        if not protocol.is_intact(name, body):
-            raise PublishDamagedError(f"{name} has other bytes than its hash says: {len(body)} were cut or altered")
+        self._check_body(name, len(body), hash_of(body))
         return body
 
-    def _check(self, name: str, publication: Publication, words: list[np.ndarray]) -> None:
-        found = digest_of(words)
+    def _check_body(self, name: str, size: int, found: str) -> None:
+        if found != protocol.hash_in(name):
+            raise PublishDamagedError(f"{name} has other bytes than its hash says: {size} were cut or altered")
+
+    def _check_state(self, name: str, publication: Publication, found: str) -> None:
         if found != publication.digest:
             raise PublishDamagedError(f"{name} leads to another state ({found}) than its record ({publication.digest})")
 

@@ -36,6 +36,7 @@ def follow(
     `jaxdist.publish`, and the next anchor is waited for.
 
     *On the wire*: reads alone; besides the bytes of patches two requests a state, and one each time it looks in vain.
+    A long anchor is hashed while it arrives.
 
     *Memory*: one copy of the published bytes on the host, and what is yielded, which is the caller's.
 

@@ -81,9 +81,9 @@ def is_of_protocol(name: str) -> bool:
     return name == DESCRIPTION or _NAME.fullmatch(name) is not None
 
 
-def is_intact(name: str, body: bytes) -> bool:
-    """Whether bytes are those that their name says."""
-    return hash_of(body) == name.rpartition("-")[2]
+def hash_in(name: str) -> str:
+    """The hash in the name of bytes."""
+    return name.rpartition("-")[2]
 
 
 def write_publication(publication: Publication) -> bytes:
@@ -142,7 +142,7 @@ def write_anchor(words: Sequence[np.ndarray]) -> bytes:
     return b"".join([ANCHOR_MAGIC, *(x.tobytes() for x in words)])
 
 
-def read_anchor(name: str, body: bytes, leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:
+def read_anchor(name: str, body: bytes | bytearray, leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:
     """The words of a state, which may be changed. Raises `PublishDamagedError` if they are not of these leaves."""
     sizes = [leaf.size * leaf.bits.itemsize for leaf in leaves]
     if body[: len(ANCHOR_MAGIC)] != ANCHOR_MAGIC or len(body) != len(ANCHOR_MAGIC) + sum(sizes):

@@ -2,8 +2,11 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from .._stores.base import SharedStore, deletions
@@ -16,6 +19,9 @@ logger = logging.getLogger("jaxdist.publish")
 
 # Seconds between two tries, at first and at the longest.
 PAUSES = 0.05, 5.0
+# Bytes of a piece of a long body, and how many pieces are on the way at once: where the first one took at most so many
+# seconds, since the time limit of a request includes its bytes.
+PIECE, AHEAD, QUICK = 2 * 2**20, 4, 2.0
 
 
 class Requests:
@@ -40,6 +46,27 @@ class Requests:
     def get(self, name: str) -> bytes | None:
         """The bytes of a name, or `None`."""
         return self._ask(self._store.get, name)
+
+    def get_pieces(self, name: str, size: int) -> Iterator[bytes | None]:
+        """The bytes of a name, in pieces if there are many: the next ones are on the way while one is looked at."""
+        read = self._store.read
+        if read is None or size <= PIECE:
+            yield self.get(name)
+            return
+        began = time.monotonic()
+        yield self._ask(read, name, 0, PIECE)
+        ahead = AHEAD if time.monotonic() - began < QUICK else 1
+        rest = iter(range(PIECE, size, PIECE))
+        with ThreadPoolExecutor(ahead, thread_name_prefix="jaxdist.publish") as pool:
+
+            def ask(start: int) -> Any:
+                return pool.submit(self._ask, read, name, start, min(start + PIECE, size))
+
+            asked = deque(map(ask, islice(rest, ahead)))
+            while asked:
+                piece = asked.popleft().result()
+                asked.extend(map(ask, islice(rest, 1)))
+                yield piece
 
     def list(self, prefix: str) -> list[str]:
         """The names of the protocol that begin so, sorted."""

@@ -1,6 +1,5 @@
 """The bits of a tree of parameters: flat vectors of unsigned words in host memory, and back."""
 
-import hashlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from jax.typing import DTypeLike
 
 from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
+from .._stores.base import begin_hash
 from .base import PublishMismatchError
 from .changes import bit_patterns, can_compare
 
@@ -118,7 +118,7 @@ def check_equal(found: dict[str, Any], own: dict[str, Any], place: str) -> None:
 
 def digest_of(words: Sequence[np.ndarray]) -> str:
     """A hash of all bits, 32 hexadecimal digits."""
-    total = hashlib.blake2b(digest_size=16)
+    total = begin_hash()
     for x in words:
         total.update(x.data)
     return total.hexdigest()
@@ -164,7 +164,7 @@ def _describe_leaf(name: str, x: Any, dtype: DTypeLike | None) -> PublishedLeaf:
 
 
 def _place_leaf(words: np.ndarray, leaf: PublishedLeaf, like: Any) -> Any:
-    # A copy, since on CPU the array would be this memory, which the next patch changes.
+    # A copy of its own, which on CPU becomes the array: the next patch changes the words, and `may_alias=False` copies
+    # no arrays of NumPy (https://github.com/jax-ml/jax/issues/37830).
     host = words.copy().view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
-    sharding = getattr(like, "sharding", None)
-    return jnp.asarray(host) if sharding is None else jax.device_put(host, sharding)
+    return jax.device_put(host, getattr(like, "sharding", None))

@@ -15,9 +15,9 @@ from .messages import as_generator, from_generator
 from .reducer import Extras, Reducer, Use, forward_forms, forward_limits, weakest
 
 NO_PARAMS = (
-    "compute_visible compares updates with the parameters that they change, and got none: islands pass none, nor do "
-    "ZeRO, specs= and sharded parameters; use it in local_steps or a recipe of it, such as diloco, or pass params to "
-    "the update of all_reduce"
+    "compute_visible compares updates with the parameters that they change, and got none: ZeRO, specs= and sharded "
+    "parameters pass none; use it in local_steps or a recipe of it, such as diloco, or pass params to the update of "
+    "all_reduce"
 )
 NO_PARTS = (
     "compute_visible compares each entry with its parameter, and a part of a flat vector has none: use whole leaves"

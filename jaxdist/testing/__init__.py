@@ -1,6 +1,8 @@
 """The checks of laws by which the library tests its compressors and reducers, and `expect` for what a program sends.
 
 A failed check raises `AssertionError` with a message that names it.
+
+Provisional: arguments may be renamed in a minor version without an old name.
 """
 
 from .compressor_laws import assert_codec_laws as assert_codec_laws

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
@@ -536,7 +537,7 @@ def test_a_manifest_that_is_sealed_and_odd(tmp_path, odd):
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files where Linux lists them")
 def test_forty_saves_leave_no_file_open(tmp_path):
     def open_now():
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
+        return np.array([len(os.listdir("/proc/self/fd")), threading.active_count()])
 
     with checkpoint.writing(tmp_path, keep=1) as writer:
         writer.save(STATE, 0)
@@ -545,4 +546,8 @@ def test_forty_saves_leave_no_file_open(tmp_path):
         for step in range(1, 40):
             writer.save(STATE, step)
         writer.wait()
-        assert open_now() == before
+        # Nothing waits for the last of a save's threads to end: they do by themselves, and what leaks never would.
+        until = time.monotonic() + 60
+        while (open_now() > before).any() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert (open_now() <= before).all()

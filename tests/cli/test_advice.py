@@ -243,7 +243,11 @@ def test_two_processes_measure_their_link():
         subprocess.Popen(command, env=os.environ | told | {"JAX_PROCESS_ID": str(n)}, stdout=subprocess.PIPE, text=True)
         for n in range(2)
     ]
-    printed = [child.communicate(timeout=300)[0] for child in children]
+    try:
+        printed = [child.communicate(timeout=300)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
     assert [child.returncode for child in children] == [0, 0]
     assert "2 workers, links of" in printed[0]
     assert "exact:" in printed[0]

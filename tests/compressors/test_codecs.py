@@ -24,8 +24,10 @@ from jaxdist.compressors.entropy_codes import (
     LANE,
     Reader,
     decode_omega,
+    decode_streams,
     decode_symbols,
     encode_omega,
+    encode_streams,
     encode_symbols,
     omega_length,
 )
@@ -93,6 +95,23 @@ def test_any_symbols_come_back(seed, size, alphabet, skew):
     reader = Reader(encode_symbols(symbols, alphabet))
     assert (decode_symbols(reader, size, alphabet) == symbols).all()
     reader.finish()
+
+
+@quick(seed=seeds, sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=5), most=st.sampled_from([16, 512]))
+def test_symbols_side_by_side_come_back(seed, sizes, most):
+    rng = rng_of(seed)
+    vectors = [
+        rng.choice(n + 2, size, p=rng.dirichlet(np.ones(n + 2))).astype(np.uint8) for n, size in enumerate(sizes)
+    ]
+    streams, words = encode_streams(vectors, [int(x.max()) + 1 for x in vectors], most=most)
+    for found, wanted in zip(decode_streams(streams, words), vectors, strict=True):
+        assert found.tolist() == wanted.tolist()
+    # One by one they have the same lanes and words, but for their order.
+    alone = [encode_streams([x], [int(x.max()) + 1], most=most) for x in vectors]
+    assert [stream.states.tolist() for stream in streams] == [some[0].states.tolist() for some, _ in alone]
+    assert sorted(words) == sorted(np.concatenate([own for _, own in alone]))
+    with pytest.raises(jc.DamagedCodeError):
+        decode_streams(streams, np.append(words, np.uint16(0)))
 
 
 def test_symbols_of_many_almost_equal_shares_come_back():

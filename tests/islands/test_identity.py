@@ -15,6 +15,7 @@ import pytest
 from island_stores import wrap
 from islands_run import GOALS, State, begin, compiled_programs, global_params, method, step_of, train, wait_for_threads
 from problems import assert_close
+from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
@@ -435,11 +436,12 @@ def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent()
 
 
 @pytest.mark.parametrize("rounds", [3, 7])
-def test_a_store_that_is_set_back_is_noticed_before_a_second_run_grows_in_it(rounds):
+def test_a_store_that_is_set_back_is_noticed_before_a_second_run_grows_in_it(rounds, monkeypatch):
     """As by a copy of yesterday: what enters goes on from there, and a running island must not go on beside it."""
+    VirtualClock(1).rule(monkeypatch)
     store, tx = islands.memory(), method(inner=optax.sgd(0.1))
-    step, options = step_of(tx), {"keep_every": 2, "round_timeout": 0.2}
-    with islands.join(store, tx, name="a", patience=1, **options) as island:
+    step = step_of(tx)
+    with islands.join(store, tx, name="a", keep_every=2, round_timeout=30, patience=30) as island:
         state = island.enter(begin(tx))
         for number in range(rounds):
             state, report = island.meet(step(state, GOALS[0]))
@@ -454,7 +456,7 @@ def test_a_store_that_is_set_back_is_noticed_before_a_second_run_grows_in_it(rou
         assert (report.offline, report.counted, report.round) == (True, False, rounds)
         assert f"rounds/{rounds - 1:08d}/commit" in report.problem
         assert "set back to an earlier state" in report.problem
-        _, others = train(store, tx, "b", rounds, **options)
+        _, others = train(store, tx, "b", rounds, keep_every=2, round_timeout=30)
         assert [other.round for other in others] == [*range(3, rounds + 3)]
         with pytest.raises(
             islands.RunMismatchError, match=rf"rounds/{rounds - 1:08d}/commit .* start this island again"

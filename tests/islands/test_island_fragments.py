@@ -32,6 +32,7 @@ from islands_run import (
     wait_for_upload,
 )
 from problems import assert_close
+from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
@@ -321,11 +322,12 @@ def members_of(commit):
     return {member.name: member.body for member in commit.members}
 
 
-def test_a_death_costs_one_timeout_and_not_one_for_each_fragment():
+def test_a_death_costs_one_timeout_and_not_one_for_each_fragment(monkeypatch):
+    VirtualClock(1).rule(monkeypatch)
     store, tx = islands.memory(), method(fragments=2)
     with (
-        islands.join(store, tx, name="dead", round_timeout=0.05) as dead,
-        islands.join(store, tx, name="alive", round_timeout=0.3) as alive,
+        islands.join(store, tx, name="dead", round_timeout=5) as dead,
+        islands.join(store, tx, name="alive", round_timeout=30) as alive,
     ):
         gone, state = dead.enter(begin(tx)), alive.enter(begin(tx))
         dead.meet(gone)

@@ -230,7 +230,7 @@ def test_a_transfer_that_fails_while_the_island_trains_is_made_up_for_in_the_nex
         return function(*arguments)
 
     step = step_of(tx)
-    with islands.join(wrap(written_once(), around), tx, name="a", round_timeout=0.1, overlap=True) as island:
+    with islands.join(wrap(written_once(), around), tx, name="a", round_timeout=30, overlap=True) as island:
         state = island.enter(begin(tx))
         for number in range(3):
             for _ in range(H):

@@ -75,6 +75,20 @@ def test_one_round_on_given_drifts_is_that_of_local_steps_on_a_mesh(reducer):
     assert_within_ulps(global_params(found["a"][0]), on_a_mesh(tx, 1), 2)
 
 
+def test_what_the_forward_pass_sees_is_as_on_a_mesh():
+    """The reducer compares a drift with the parameters from which it began."""
+    inner, options = optax.sgd(0.005), {"sync_period": 2}
+    reducer = jd.error_feedback(jd.reducers.compute_visible(jd.exact(), dtype=jnp.float8_e4m3fn))
+    tx = jd.local_steps(inner, outer(), reducer=reducer, axis=None, **options)
+    found = train_together(islands.memory(), tx, ["a", "b", "c"], 4)
+    assert len({report.digest for _, reports in found.values() for report in reports}) == 4
+    meshed = jd.local_steps(inner, outer(), reducer=reducer, **options)
+    assert_within_ulps(global_params(found["a"][0]), on_a_mesh(meshed, 8), 2)
+    # Some of what has changed, and not all, was not seen.
+    waiting = jax.tree.leaves(found["a"][0].opt.reducer[0].residual)
+    assert 3 <= sum(np.count_nonzero(x) for x in waiting) < 60
+
+
 EVEN = pytest.param(None, marks=pytest.mark.slow, id="even")
 
 
@@ -347,7 +361,7 @@ def local_steps_with(reducer):
         (lambda: jd.error_feedback(jd.reducers.alq(3)), "each island would fit one by itself"),
         (lambda: jd.reducers.amq(3), "each island would fit one by itself"),
         (lambda: jd.compressed(jd.qsgd(4), divide_by_inflation=True), "takes of a drift follows from those of the oth"),
-        (lambda: jd.error_feedback(jd.reducers.compute_visible(jd.exact())), "got none: islands pass none"),
+        (lambda: moved_by_params(), "this island's own drift"),
         (lambda: with_memory(lambda mean, own, old: (mean, own)), "each island would fit one by itself"),
         (lambda: with_memory(lambda mean, own, old: (mean + 0.1 * own, old)), "this island's own drift"),
     ],
@@ -372,6 +386,18 @@ def with_memory(rule):
         return jd.reducers.Reduced(tree.unflatten(means), updates), tree.unflatten(memory)
 
     return jd.reducers.from_generator("with_memory", lambda like: jax.tree.map(jnp.zeros_like, like), messages)
+
+
+def moved_by_params():
+    """A reducer whose mean depends on parameters, which an island that decodes has not."""
+
+    def messages(updates, state, comm, extras):
+        leaves, tree = jax.tree.flatten(updates)
+        received = yield jd.reducers.Messages(mean=leaves)
+        mean = jax.tree.map(jnp.add, tree.unflatten(received.mean), extras.params)
+        return jd.reducers.Reduced(mean, updates), state
+
+    return jd.reducers.from_generator("moved_by_params", lambda like: (), messages)
 
 
 def gathering_twice():

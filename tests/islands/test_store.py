@@ -106,6 +106,13 @@ def test_bytes_come_back_whole(store):
     assert store.get("bodies/empty") == b""
 
 
+def test_a_part_of_the_bytes_is_read(store):
+    store.put("name", b"0123456789")
+    found = [store.read("name", *bounds) for bounds in ((0, 10), (2, 5), (8, 99), (10, 20), (50, 60), (3, 3))]
+    assert found == [b"0123456789", b"234", b"89", b"", b"", b""]
+    assert store.read("nothing", 0, 5) is None
+
+
 def test_large_bytes_come_back_whole_in_pieces(store, monkeypatch):
     # S3 takes parts of at least 5 MiB.
     monkeypatch.setattr(bucket_module, "PIECE", 6 * 2**20)

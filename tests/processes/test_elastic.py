@@ -1,5 +1,6 @@
 """A job of two processes is killed, and goes on with one, and with three."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -12,13 +13,15 @@ import jax
 import numpy as np
 import pytest
 from paths import REPOSITORY, SUPPORT
+from real_processes import LIMIT
 
 import jaxdist as jd
 from jaxdist import checkpoint
 
-LIMIT, MORE = 120, 30  # seconds, steps
+MORE = 30  # steps
 
 
+@contextlib.contextmanager
 def launched(processes, folder, steps):
     flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     path = f"{REPOSITORY}{os.pathsep}{SUPPORT}"
@@ -33,7 +36,12 @@ def launched(processes, folder, steps):
         f"{folder}-logs-{processes}",
     ]
     command += [str(SUPPORT / "scripts" / "elastic.py"), str(folder), str(steps)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as job:
+        try:
+            yield job
+        finally:
+            job.kill()  # else a test that fails would wait for it
 
 
 def losses(folder, processes):

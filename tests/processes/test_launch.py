@@ -92,7 +92,9 @@ sys.exit(1) if me == 0 else os.kill(os.getpid(), signal.SIGKILL)
         wait_for(tmp_path / name)
     job.send_signal(signal.SIGSTOP)
     (tmp_path / "stopped").touch()
+    until = time.monotonic() + 60
     while not all(gone(int((tmp_path / name).read_text())) for name in "01"):
+        assert time.monotonic() < until
         time.sleep(0.01)
     job.send_signal(signal.SIGCONT)
     _, err = job.communicate()

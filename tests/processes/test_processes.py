@@ -38,8 +38,12 @@ NAMES = [name if name in COVER else pytest.param(name, marks=pytest.mark.slow) f
 
 @pytest.fixture(scope="module")
 def wanted(request):
-    """Names of the cases that run."""
-    return list(CASES) if request.config.getoption("--slow") else COVER
+    """Names of the cases that run: all of them compile for minutes, so with `--slow` those that were selected."""
+    if not request.config.getoption("--slow"):
+        return COVER
+    mine = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    selected = {item.callspec.params["name"] for item in mine}
+    return [name for name in CASES if name in COVER or name in selected]
 
 
 @pytest.fixture(scope="module")

@@ -335,10 +335,14 @@ def test_a_handler_of_the_script_keeps_its_warning(monkeypatch):
 # ---- processes
 
 
-def suspend(launcher, when):
-    """Stops its processes for 8 s, once the file is there, as `scontrol suspend` does."""
+def wait_until_it_happens(started, when):
     while not when.exists():
+        assert started.poll() is None
         time.sleep(0.05)
+
+
+def suspend(launcher):
+    """Stops its processes for 8 s, as `scontrol suspend` does."""
     children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     theirs = [int(one) for one in children if b"JAX_PROCESS_ID=" in pathlib.Path(f"/proc/{one}/environ").read_bytes()]
     assert len(theirs) == 2
@@ -358,14 +362,17 @@ def job(tmp_path):
         environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)}
         script = [str(SUPPORT / "scripts" / "watched.py"), happens, str(tmp_path / "when"), *options]
         with subprocess.Popen([*command, *script], env=environment, stderr=subprocess.PIPE, text=True) as started:
-            if happens == "preempted":
-                while not (tmp_path / "when").exists():
-                    time.sleep(0.05)
-                started.terminate()
-            if happens.startswith("suspended"):
-                suspend(started.pid, tmp_path / "when")
-            err = started.communicate(timeout=300)[1]
-            now = time.time()
+            try:
+                if happens == "preempted":
+                    wait_until_it_happens(started, tmp_path / "when")
+                    started.terminate()
+                if happens.startswith("suspended"):
+                    wait_until_it_happens(started, tmp_path / "when")
+                    suspend(started.pid)
+                err = started.communicate(timeout=300)[1]
+                now = time.time()
+            finally:
+                started.kill()  # else a test that fails would wait for it
         return err, started.returncode, now - float((tmp_path / "when").read_text())
 
     return run

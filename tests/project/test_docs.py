@@ -20,11 +20,12 @@ from public_names import (
     documented,
     public_names,
     resolve,
-    stability,
+    stability_of,
     summarize,
     tables,
     with_contents,
     with_sentences,
+    with_stability,
 )
 from repository_links import LINK, with_links
 from transcripts import assert_alike
@@ -204,8 +205,19 @@ def test_every_public_name_is_on_a_reference_page():
 
 
 def test_the_page_about_versions_says_how_stable_each_room_is():
-    assert set(stability()) == {module for module, names in public_names().items() if names} - {"jaxdist"}
-    assert set(stability().values()) == {"stable", "provisional", "experimental"}
+    page = (ROOT / "docs/stability.md").read_text()
+    levels = dict(re.findall(r"^\| `(jaxdist[.\w]*)` \| (\w+) \|$", page, re.MULTILINE))
+    rooms = {module for module, names in public_names().items() if names} - {"jaxdist"}
+    assert levels == {module: stability_of(module) for module in rooms}
+    assert set(levels.values()) == {"stable", "provisional", "experimental"}
+
+
+def test_a_page_of_the_reference_says_which_of_its_rooms_may_change():
+    page = "# Islands\n\nText.\n\n::: jaxdist.islands.join\n\n::: jaxdist.zero.shard\n"
+    line = "*`jaxdist.islands` is [provisional](../stability.md).*"
+    assert with_stability(page) == page.replace("# Islands\n", f"# Islands\n\n{line}\n")
+    stable = page.replace("jaxdist.islands.join", "jaxdist.reducers.exact")
+    assert with_stability(stable) == stable
 
 
 def test_the_list_for_language_models_has_links_and_first_sentences():

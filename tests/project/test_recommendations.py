@@ -28,6 +28,7 @@ PAGES = sorted(
 TABLE = REPOSITORY / "benchmarks/reports/2026-11-feedback/feedback.jsonl"
 COMMANDS = REPOSITORY / "benchmarks/reports/2026-11-commands/commands.jsonl"
 WHOLE = COMMANDS.with_name("whole.jsonl")
+REPLAYS = COMMANDS.with_name("replays.jsonl")
 MEMORIES = ("error_feedback", "loco", "ef21")
 # Some names of the package are imported when they are asked for.
 TOP = {name: getattr(jd, name) for name in dir(jd)}
@@ -224,6 +225,19 @@ def test_whole_commands_of_pages_are_no_worse_than_their_plain_form(commands):
         assert len(own) == len(plain) == len(exact) == 3
         assert not is_worse(own, plain, 0.005), each.command
     assert WHOLE.with_suffix(".md").read_text() == commands.make_whole_table(rows) + "\n"
+
+
+def test_replays_of_pages_are_no_worse_than_without_a_memory(commands):
+    rows, pairs = commands.read_replays(REPLAYS), 0
+    for each in commands.replay_commands():
+        own = rows[each.own]
+        assert "bsp" in own
+        for rule, (loss, deviation) in rows[each.plain].items() if each.plain else ():
+            allowed = max(deviation, own[rule][1], 0.005 * loss)
+            assert own[rule][0] <= loss + allowed, (each.command, rule)
+            pairs += 1
+    assert pairs > 3
+    assert REPLAYS.with_suffix(".md").read_text() == commands.make_replay_table(rows) + "\n"
 
 
 @pytest.mark.slow

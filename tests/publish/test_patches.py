@@ -10,7 +10,7 @@ from reference import weight_patches
 from jaxdist.compressors import DamagedCodeError
 from jaxdist.publish import patches
 from jaxdist.publish.changes import find_changes
-from jaxdist.publish.patches import Reader, apply_patch, decode_numbers, encode_numbers
+from jaxdist.publish.patches import Reader, apply_patch, decode_vectors, encode_vectors
 from jaxdist.publish.words import PublishedLeaf
 
 DTYPES = (
@@ -80,12 +80,15 @@ def test_parts_that_cut_leaves(part, monkeypatch):
         assert_equal(words, wanted)
 
 
-@given(st.lists(st.one_of(st.integers(0, 20), st.integers(0, 2**64 - 1)), max_size=200))
-@settings(deadline=None, max_examples=40)
-def test_numbers_of_any_size(values):
-    body = encode_numbers(np.array(values, np.uint64))
-    reader = Reader(body)
-    assert decode_numbers(reader, len(values)).tolist() == values
+numbers = st.lists(st.one_of(st.integers(0, 20), st.integers(0, 2**64 - 1)), min_size=1, max_size=200)
+
+
+@given(st.lists(numbers, max_size=70), st.integers(1, 3))
+@settings(deadline=None, max_examples=30)
+def test_numbers_of_any_size(vectors, copies):
+    vectors = [x * 10**copies for x in vectors[:3]] + vectors[3:]
+    reader = Reader(encode_vectors([np.array(x, np.uint64) for x in vectors]))
+    assert [x.tolist() for x in decode_vectors(reader, [*map(len, vectors)])] == vectors
     reader.finish()
 
 
@@ -99,18 +102,21 @@ def test_a_step_of_the_last_bit_takes_hardly_more_than_its_entropy():
     assert len(encode_patch([old], [new], [leaf])) < 1.08 * entropy
 
 
-def test_classes_of_the_old_exponent_pay_where_small_weights_change():
+def test_classes_of_the_old_exponent_pay_where_small_weights_change(monkeypatch):
     """A step of one size changes small weights more often than large ones, which have longer last bits."""
+    monkeypatch.setattr(patches, "BLOCK", 2**14)
     rng = np.random.default_rng(0)
     leaf, master = PublishedLeaf("w", (100_000,), "bfloat16"), rng.normal(scale=0.02, size=100_000).astype(np.float32)
     step = rng.choice([-2e-6, 2e-6], 100_000).astype(np.float32)
     old, new = (x.astype(jnp.bfloat16).view(np.uint16) for x in (master, master + step))
     with_classes = encode_patch([old], [new], [leaf])
-    assert with_classes[9] == patches.CLASSED
+    assert with_classes[9] == patches.CLASSES
     where = np.flatnonzero(old != new)
-    alone = patches._plan_simple(patches._Part(where, old[where], new[where], len(old))).encode()
-    assert len(with_classes) < 0.9 * len(alone)
+    alone = patches._plan_simple(patches._Part(where, old[where], new[where], len(old)))
+    assert len(with_classes) < 0.9 * len(encode_vectors(alone.vectors))
     assert_equal(weight_patches.apply(with_classes, [old], [leaf]), [new])
+    apply_patch(with_classes, [old], [leaf])
+    assert_equal([old], [new])
 
 
 def test_bytes_that_are_no_patch():

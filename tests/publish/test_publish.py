@@ -7,6 +7,7 @@ import sys
 import threading
 from contextlib import suppress
 from itertools import count, islice
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdist as jd
 from jaxdist import islands, publish
-from jaxdist.publish import changes
+from jaxdist.publish import changes, requests
 from jaxdist.publish.protocol import hash_of
 
 FAST = {"poll": 0.005, "timeout": 0.0}
@@ -143,7 +144,15 @@ def draw_tree(rng, mesh):
 def publish_and_follow_with_kills(seed, count, mesh):
     """Publishers and followers are killed at any request, and others take their places."""
     rng = np.random.default_rng(seed)
-    store, params, wanted, number = islands.memory(), draw_tree(rng, mesh), {}, 0
+    params = draw_tree(rng, mesh)
+    # Anchors of one piece, or of three: with more, few would come to the end of one.
+    pieces = int(rng.choice([1, 3]))
+    with mock.patch.object(requests, "PIECE", 8 + sum(x.nbytes for x in jax.tree.leaves(params)) // pieces):
+        publish_and_follow(rng, seed, params, count)
+
+
+def publish_and_follow(rng, seed, params, count):
+    store, wanted, number = islands.memory(), {}, 0
     while number < count:
         options = {"compare_on": str(rng.choice(["host", "device"])), "anchor_every": int(rng.integers(1, 9))}
         with suppress(KilledError), publish.open(killing(store, int(rng.integers(3, 50))), **options) as out:
@@ -158,6 +167,34 @@ def publish_and_follow_with_kills(seed, count, mesh):
         assert all(bits == wanted[step] for step, bits in found)
         assert [step for step, _ in found] == sorted(step for step, _ in found)
     assert read_all(store, params, "newest") == [(count - 1, wanted[count - 1])]
+
+
+def test_long_anchors_are_read_in_pieces(states, wanted, monkeypatch, caplog):
+    monkeypatch.setattr(requests, "PIECE", 100)
+    store, asked = islands.memory(), []
+    publish_all(store, states[:8], anchor_every=3)
+
+    def around(number, name, function, arguments):
+        if "anchors/" in arguments[0] and name != "list":
+            asked.append((name, *arguments))
+        return function(*arguments)
+
+    (first, second, third), like = store.list("anchors/"), states[0][1]
+    assert read_all(wrap(store, around), like) == wanted[:8]
+    size = len(store.get(first))
+    assert sorted(asked) == [("read", first, start, min(start + 100, size)) for start in range(0, size, 100)]
+    assert read_all(store._replace(read=None), like) == wanted[:8]
+    # One after the other, where the first one takes long.
+    monkeypatch.setattr(requests, "QUICK", 0)
+    assert read_all(store, like) == wanted[:8]
+    # Cut where a piece ends, so that the last ones are beyond its end; and altered within one.
+    store.put(first, store.get(first)[:200])
+    assert read_all(store, like) == wanted[3:8]
+    store.put(second, store.get(second)[:299] + b"?" + store.get(second)[300:])
+    assert read_all(store, like) == wanted[6:8]
+    store.delete(third)
+    assert read_all(store, like) == []
+    assert all(f"{name} has other bytes than its hash says" in caplog.text for name in (first, second))
 
 
 @settings(deadline=None, max_examples=3)

@@ -100,7 +100,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="scale must be positive, got 0"):
         compute_visible(jd.exact(), scale=0)
     reducer = compute_visible(jd.exact())
-    with pytest.raises(ValueError, match="got none: islands pass none"):
+    with pytest.raises(ValueError, match="got none: ZeRO, specs= and sharded"):
         reducer.reduce(jnp.ones(2), (), jd.comm.alone())
     with pytest.raises(ValueError, match="use whole leaves"):
         jd.reducers.bucketed(reducer)
