@@ -22,6 +22,11 @@ DONATE = (
     "donate the state, jax.jit(step, donate_argnums=0): outputs take {share:.0%} of the memory beside the arguments"
 )
 
+ON_HOST = (
+    "the step keeps arrays in host memory (jaxdist.offload.host), which the compiler of a GPU that is not attached "
+    "does not take: count these arrays on the host and try the step without it"
+)
+
 
 def plan_step(
     target: str,
@@ -50,7 +55,8 @@ def plan_step(
     known: dict[str, Any] = {"target": spelled, "devices": mesh.size, "chip": chip, "parameters": 0}
     known["warnings"] = planning.notes_of(chip)
     try:
-        compiled = planning.compile_for(target, lowered, compiler_options, advice="try parts of the step")
+        advice = ON_HOST if planning.HOST in lowered.as_text() else "try parts of the step"
+        compiled = planning.compile_for(target, lowered, compiler_options, advice=advice)
     except planning.OutOfMemoryError as error:
         arguments = sum(planning.shard_bytes(leaf) for leaf in jax.tree.leaves(step.arguments))
         peak = planning.peak_of(str(error), arguments)

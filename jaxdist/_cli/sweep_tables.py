@@ -61,7 +61,10 @@ def sweep_table(swept: Sequence[Swept], target: float | None, labels: Mapping[st
             ratio = _times_sooner(each, numbers[0])
             # Three digits of the largest time.
             digits = 2 - math.floor(math.log10(longest))
-            cells += [_spell(each.seconds, max(0, digits)), f"{ratio:.1f}" if math.isfinite(ratio) else "-"]
+            cells += [
+                _spell(each.seconds, max(0, digits)),
+                f"{ratio:.1f}" if ratio > 0 and math.isfinite(ratio) else "-",
+            ]
         old = each.staleness.mean()
         cells += [f"{old:.1f}" if math.isfinite(old) else "-", f"{each.computing.mean():.0%}"]
         table.add_row(name, *cells, in_bytes(float(each.bytes.mean())))
@@ -75,7 +78,7 @@ def _spell(values: np.ndarray, decimals: int) -> str:
 
 
 def _times_sooner(numbers: _Numbers, baseline: _Numbers) -> float:
-    """How many times sooner the target is reached, of the means; NaN if neither always reaches it."""
+    """How many times sooner the target is reached, of the means; 0 if it is not always, NaN if neither always is."""
     with np.errstate(invalid="ignore"):
         return float(np.divide(baseline.seconds.mean(), numbers.seconds.mean()))
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 from functools import cache
 
 import pytest
+from readers_modules import modules_in
 from sources import docstrings
 
 import jaxdist as jd
@@ -96,6 +97,20 @@ def test_the_command_prints_the_papers_of_a_spelling(capsys):
     assert {"douillard2023diloco", "vogels2019powersgd", "karimireddy2019errorfeedback"} <= keys
     # `ring` is the graph here, and no all-reduce.
     assert [method.__name__ for method in parse.find_methods("d_psgd:ring")] == ["d_psgd"]
+
+
+def test_a_function_of_the_user_is_cited_by_its_docstring(tmp_path, monkeypatch, capsys):
+    cited = '"""Mine.\n\n    References:\n      Ada, "A code", arXiv:2001.00001, 2020\n    """'
+    source = f"def with_paper():\n    {cited}\n\n\ndef without():\n    pass\n"
+    with modules_in(tmp_path, monkeypatch, own_papers=source):
+        assert cli.main(["reducers", "ef:own_papers:with_paper:0.5", "--bibtex"]) == 0
+        keys = set(read_bibtex(capsys.readouterr().out))
+        assert any(key.startswith("ada2020") for key in keys)
+        assert "karimireddy2019errorfeedback" in keys
+        assert cli.main(["reducers", "ef:own_papers:without", "--bibtex"]) == 0
+        assert "karimireddy2019errorfeedback" in read_bibtex(capsys.readouterr().out)
+        assert cli.main(["reducers", "own_papers:without", "--bibtex"]) == 2
+        assert "no paper is cited for own_papers:without" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

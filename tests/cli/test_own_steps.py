@@ -15,7 +15,7 @@ from jaxdist.analysis import pods
 GUIDE = (REPOSITORY / "docs" / "how-to" / "before-you-rent-a-pod.md").read_text()
 SECTION = GUIDE[GUIDE.index("## Your own step") : GUIDE.index("### From Python")]
 MODULE = """
-import jax, jax.numpy as jnp, jaxdist as jd
+import jax, jax.numpy as jnp, jaxdist as jd, optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 number = 3
@@ -27,6 +27,14 @@ def mean(mesh, donated: bool = True):
     step = lambda state, batch: (state + jax.lax.psum(batch, "data").mean(), {})
     state, batch = jd.analysis.pods.abstract(lambda: jnp.zeros((1024, 1024)), rows(mesh), mesh)
     return jd.distribute(step, mesh, donate=donated), state, batch
+
+def on_host(mesh):
+    tx = jd.offload.host(optax.adam(0.1))
+    def step(state, batch):
+        updates, state = tx.update(jax.lax.pmean(batch.sum(0), "data"), state)
+        return state, updates
+    state, batch = jd.analysis.pods.abstract(lambda: tx.init(jnp.zeros(64)), rows(mesh), mesh)
+    return jd.distribute(step, mesh), state, batch
 
 def no_mesh():
     pass
@@ -98,6 +106,23 @@ def test_the_guide_is_planned_on_its_axes(folder, capsys):
     assert 2 * 64 * 256 / 2 / 2 < 1e3 * float(across) < 1.1 * 2 * 64 * 256 / 2 / 2
     assert "across fsdp: " in said
     assert (folder / "runs" / "plan" / "plan.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("on_host", "keeps arrays in host memory (jaxdist.offload.host)"), ("mean", "try parts of the step")],
+)
+def test_a_compiler_that_fails_at_host_memory_is_told_apart(name, advice, folder, monkeypatch, capsys):
+    """XLA ends in an internal error where arrays of a GPU that is not attached are on its host."""
+
+    def fail(self, **options):
+        raise RuntimeError("INTERNAL: the async shape at index {0}")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    status, _, refused = plan(capsys, "--step", f"own_steps:{name}")
+    assert status == 2
+    assert "the compiler of h100:1x4 failed: INTERNAL: the async shape" in refused
+    assert advice in refused
 
 
 def test_a_distributed_step_on_the_default_axis(folder, capsys):

@@ -336,6 +336,14 @@ class WithStream(nnx.Module):
         return x
 
 
+class WithAttention(nnx.Module):
+    def __init__(self, rngs, keep_rngs):
+        self.layer = nnx.MultiHeadAttention(2, 6, rngs=rngs, decode=False, dropout_rate=0.5, keep_rngs=keep_rngs)
+
+    def __call__(self, x, rngs):
+        return self.layer(x, rngs=rngs)
+
+
 def with_optimizer(make):
     model = make(nnx.Rngs(0))
     return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
@@ -387,6 +395,48 @@ def test_a_stored_random_stream_is_named():
     own = jd.place({"model": jd.PerWorker(WithStream(nnx.Rngs(0)))}, 2)
     with pytest.raises(ValueError, match=r"argument .*rngs.*has dtype uint32 and so no gradient.*nnx\.Dropout\(rate\)"):
         jd.local_value_and_grad(lambda model, x: model(x).mean())(jax.tree.map(lambda x: x[0], own["model"].value), 1.0)
+
+
+def test_the_model_of_a_pair_takes_the_global_parameters():
+    tx = jd.local_sgd.diloco(optax.sgd(0.1), sync_period=1)
+
+    def make():
+        model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+        return jd.PerWorker(model, resize="mean"), nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(state, data):
+        model, optimizer = state
+        _, gradient = jd.local_value_and_grad(lambda model, x: (model(x) ** 2).mean())(model, data)
+        optimizer.update(model, gradient)
+        return (model, optimizer), {}
+
+    state, _ = jd.simulate(step, 2)(jd.init_state(make, 2), jnp.ones((4, 6)))
+    model = nnx.Linear(6, 4, rngs=nnx.Rngs(1))
+    nnx.update(model, jd.local_sgd.global_params(state[1].opt_state))
+    # At the end of a round each worker's model is the global one.
+    assert jnp.allclose(model.kernel[...], state[0].value.kernel[...][0], atol=1e-6)
+
+
+def test_attention_that_keeps_no_stream_trains_and_the_message_says_how():
+    with pytest.raises(ValueError, match=r"layer\.rngs\.count` of the state .*MultiHeadAttention.*keep_rngs=False"):
+        jd.place(WithAttention(nnx.Rngs(0), keep_rngs=True), 2)
+    model = WithAttention(nnx.Rngs(0), keep_rngs=False)
+    model.set_attributes(deterministic=False)
+
+    def step(state, data):
+        model, optimizer, key = state
+        own = jd.runtime.worker_key(key)
+
+        def loss(model, x):
+            return (model(x, nnx.Rngs(dropout=own)) ** 2).mean()
+
+        _, gradient = jd.local_value_and_grad(loss)(model, data)
+        optimizer.update(model, gradient)
+        return (model, optimizer, key), {}
+
+    state = jd.init_state(lambda: (model, nnx.Optimizer(model, TX, wrt=nnx.Param), jax.random.key(0)), 2)
+    trained, *_ = jd.simulate(step, 2)(state, jnp.ones((4, 3, 6)))[0]
+    assert not jnp.array_equal(trained.layer.out.kernel[...], model.layer.out.kernel[...])
 
 
 def test_statistics_that_the_loss_would_lose_are_named():

@@ -70,9 +70,16 @@ def find_methods(text: str) -> list[Callable[..., Any]]:
         found.setdefault(name, []).append(getattr(rules, name))
     named: list[str] = []
     for part in re.split("[/+]", grammar.check_length(text)):
-        for word in part.split(":"):
+        words = part.split(":")
+        for index, word in enumerate(words):
             if word not in found:
-                grammar.refuse_name("name", text, word, found)
+                # `MODULE:NAME` of the user's own, whose docstring may cite papers too.
+                rest = ":".join(words[index:])
+                if not (spelled := grammar.split_import(rest)):
+                    grammar.refuse_name("name", text, word, found)
+                found[rest] = [grammar.import_name("name", text, spelled, tuple(found))]
+                named.append(rest)
+                break
             named.append(word)
             # Behind other names there are arguments, such as graphs.
             if word not in FEEDBACK | COLLECTIVES:
