@@ -70,7 +70,7 @@ def bucket(
     options |= {"endpoint": endpoint, "region": region, "credential_provider": credential_provider}
     options = {name: value for name, value in options.items() if value is not None}
     place = open_bucket(url, options, allow_http=allow_http, profile=profile, timeout=timeout)
-    functions = (place.create, place.put, place.get, place.list, place.delete, place.delete_many)
+    functions = (place.create, place.put, place.get, place.list, place.delete, place.delete_many, place.read)
     return SharedStore(*(_explaining(url, function) for function in functions))
 
 

@@ -44,7 +44,9 @@ def folder(path: str | os.PathLike[str]) -> SharedStore:
       ['a/b']
     """
     place = _Folder(Path(path).expanduser().absolute())
-    return SharedStore(place.create, place.put, place.get, place.list, place.delete, place.delete_many)
+    return SharedStore(
+        place.create, place.put, place.get, place.list, place.delete, place.delete_many, place.get_range
+    )
 
 
 class _Folder:
@@ -87,9 +89,14 @@ class _Folder:
                 raise
 
     def get(self, name: str) -> bytes | None:
+        return self.get_range(name, 0, -1)
+
+    def get_range(self, name: str, start: int, end: int) -> bytes | None:
         try:
-            with _naming_umask(self._root / name):
-                return (self._root / name).read_bytes()
+            with _naming_umask(self._root / name), open(self._root / name, "rb") as file:
+                file.seek(start)
+                # A negative number of bytes: all of them.
+                return file.read(end - start)
         except FileNotFoundError:
             self._check_root()
             return None

@@ -106,6 +106,25 @@ def test_bytes_come_back_whole(store):
     assert store.get("bodies/empty") == b""
 
 
+def test_a_part_of_the_bytes_is_read(store):
+    assert store.get_range("bodies/x", 0, 3) is None
+    store.put("bodies/x", b"0123456789")
+    assert store.get_range("bodies/x", 3, 7) == b"3456"
+    assert store.get_range("bodies/x", 7, 12) == b"789"
+    assert store.get_range("bodies/x", 4, 4) == b""
+
+
+@pytest.mark.parametrize("fields", [7, 6, 5])
+def test_a_store_without_ranges_is_read_whole(fields):
+    store = islands.memory()
+    connection = Connection(islands.SharedStore(*store[:fields]))
+    store.put("bodies/x", b"0123456789")
+    assert connection.get_range("bodies/x", 3, 7) == b"3456"
+    assert connection.get_range("bodies/y", 3, 7) is None
+    # A whole body has been read where the store has no ranges.
+    assert connection.take_traffic().received == (4 if fields == 7 else 10)
+
+
 def test_large_bytes_come_back_whole_in_pieces(store, monkeypatch):
     # S3 takes parts of at least 5 MiB.
     monkeypatch.setattr(bucket_module, "PIECE", 6 * 2**20)
