@@ -44,9 +44,7 @@ def folder(path: str | os.PathLike[str]) -> SharedStore:
       ['a/b']
     """
     place = _Folder(Path(path).expanduser().absolute())
-    return SharedStore(
-        place.create, place.put, place.get, place.list, place.delete, place.delete_many, place.get_range
-    )
+    return SharedStore(place.create, place.put, place.get, place.list, place.delete, place.delete_many, place.get_range)
 
 
 class _Folder:

@@ -32,6 +32,7 @@ def join(
     overlap: bool = False,
     eager: bool = False,
     keep_every: int = 20,
+    owners: int = 0,
     begin: bool = True,
     moments: Moments = "own",
 ) -> Iterator["Island"]:
@@ -41,8 +42,8 @@ def join(
     into the store, and all take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. One that is killed, late or
     new restarts no other. A round is of one fragment and message.
 
-    *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down; on joining,
-    kept parameters and the rounds since.
+    *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down, with
+    `owners` `(1 + 1/K) P` up and about `2 P` down; on joining, kept parameters and the rounds since.
 
     Args:
       url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
@@ -57,6 +58,8 @@ def join(
       overlap: exchange during training, and merge at the next meeting.
       eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
       keep_every: rounds between kept parameters; the opener decides.
+      owners: into how many pieces a mean is cut, each computed by one island for all, for more than four islands: about
+        their number, with `exact()` or `power_sgd`; the opener decides.
       begin: `False` if the run must exist already.
       moments: of the inner optimizer: "own", as they enter, or "fresh".
 
@@ -90,7 +93,9 @@ def join(
     place = place_of(url)
     times = float(round_timeout), begin_with, quorum, float(patience)
     window = math.inf if grace is None else float(grace)
-    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url), eager, window)
+    options = JoinOptions(
+        name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url), eager, window, owners
+    )
     _check(options)
     config = method_of(tx)
     problems = {
@@ -141,6 +146,7 @@ def _check(options: JoinOptions) -> None:
         )
     for name in ("begin_with", "quorum", "keep_every"):
         check_count(name, getattr(options, name), 1)
+    check_count("owners", options.owners, 0)
     for name in ("round_timeout", "patience"):
         check_range(name, getattr(options, name), 0, ends="(]")
     if options.grace != math.inf:
