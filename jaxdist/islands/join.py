@@ -42,8 +42,8 @@ def join(
     into the store, and all take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. One that is killed, late or
     new restarts no other. A round is of one fragment and message.
 
-    *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down, with
-    `owners` `(1 + 1/K) P` up and about `2 P` down; on joining, kept parameters and the rounds since.
+    *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down; with
+    `owners` `(1 + 1/K) P` up, `2 P` down; on joining, kept parameters and the rounds since.
 
     Args:
       url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
@@ -58,8 +58,7 @@ def join(
       overlap: exchange during training, and merge at the next meeting.
       eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
       keep_every: rounds between kept parameters; the opener decides.
-      owners: into how many pieces a mean is cut, each computed by one island for all, for more than four islands: about
-        their number, with `exact()` or `power_sgd`; the opener decides.
+      owners: pieces of a mean, each computed by one island for all, about as many as islands; the opener decides.
       begin: `False` if the run must exist already.
       moments: of the inner optimizer: "own", as they enter, or "fresh".
 
