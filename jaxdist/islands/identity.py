@@ -336,8 +336,9 @@ def open_run(
         number = store.agree(lambda: uuid.uuid4().hex)
         # By its number: `run.json` is asked for again and again, and has some bytes only.
         store.create(method_name(number), protocol.to_json(own))
+        given = {name: choice for name, choice in chosen.items() if choice}
         # Of several islands that open the run at once, one is the first.
-        store.create(RUN_JSON, protocol.to_json({"id": number, "format": protocol.FORMAT, **chosen}))
+        store.create(RUN_JSON, protocol.to_json({"id": number, "format": protocol.FORMAT, **given}))
     theirs = find_run(store.get, place)
     difference = find_difference(theirs | _read_method(store, theirs, place), own)
     if difference is not None:

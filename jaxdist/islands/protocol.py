@@ -202,6 +202,11 @@ def is_intact(place: str, body: bytes) -> bool:
 def to_json(record: Any) -> bytes:
     """A record, or a dict, as JSON."""
     fields = record._asdict() if hasattr(record, "_asdict") else record
+    # Without owners records are those of versions that know none.
+    if isinstance(record, Drift | Member) and not record.pieces:
+        del fields["pieces"]
+    if isinstance(record, Commit):
+        fields["members"] = [member if member.pieces else member[:-1] for member in record.members]
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -213,7 +218,7 @@ def parse(kind: type, name: str, body: bytes) -> Any:
             names = ("by", "base", "run")
             fields = {key: value if key in names else tuple(value) for key, value in fields.items()}
             fields["members"] = tuple(Member(*member[:6], *map(tuple, member[6:])) for member in fields["members"])
-        if kind is Drift:
+        if kind in (Drift, Member):
             fields["pieces"] = tuple(fields.get("pieces", ()))
         if kind is Anchor:
             fields["counted"] = tuple((name, body) for name, body in fields["counted"])
