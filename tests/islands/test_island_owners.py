@@ -1,6 +1,7 @@
 """Islands that average by owners: the bits of a run without them, fewer bytes, and owners that die."""
 
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -109,6 +110,7 @@ def test_a_run_with_owners_has_the_bits_of_one_without(owners):
     assert all(report.members == ("a", "b", "c") for _, reports in found.values() for report in reports)
 
 
+@pytest.mark.slow
 def test_any_weights_are_those_of_a_mesh():
     inner, examples = optax.sgd(0.1), {"a": 3, "b": 1, "c": 5}
     found = train_together(islands.memory(), method(inner=inner, sync_period=1), NAMES, 2, owners=4, examples=examples)
@@ -117,6 +119,7 @@ def test_any_weights_are_those_of_a_mesh():
     assert_within_ulps(global_params(found["a"][0]), meshed, 4)
 
 
+@pytest.mark.slow
 def test_reducers_of_two_messages_are_averaged_by_owners():
     """The second message is of the mean of the first; to rounding, since the mean of products is the product."""
     options = {"inner": optax.sgd(0.1), "sync_period": 2}
@@ -127,7 +130,8 @@ def test_reducers_of_two_messages_are_averaged_by_owners():
     assert_within_ulps(global_params(found["a"][0]), meshed, 64)
 
 
-@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
 def test_fragments_are_those_of_a_run_without_owners(overlap):
     tx, options = method(fragments=2, sync_period=2), {"overlap": overlap, "examples": EXAMPLES}
     found = train_together(islands.memory(), tx, NAMES, 6, owners=3, **options)
@@ -180,6 +184,29 @@ def test_an_owner_that_dies_costs_a_wait_within_the_round(caplog):
     assert len(store.list("means/00000001/")) == 3
 
 
+@pytest.mark.slow
+def test_a_request_that_hangs_holds_no_meeting():
+    """The owner's meeting ends late, the others compute its piece, and the next meeting has the same bits."""
+    tx, hung = method(inner=optax.sgd(0.1)), []
+
+    def hang(kind, function, arguments):
+        if kind == "get_range" and arguments[0].startswith("bodies/00000001") and not hung:
+            hung.append(kind)
+            time.sleep(4.0)
+        return function(*arguments)
+
+    found = run_islands(written_once(), tx, 4, partial(interfere, who="a", around=hang), owners=3, round_timeout=1.0)
+    assert hung
+    digests = defaultdict(set)
+    for _, reports in found.values():
+        for report in reports:
+            assert report.wait_seconds <= 2.0
+            digests[report.round].add(report.digest)
+    assert all(len(one) == 1 for one in digests.values())
+    assert not any(report.late for report in found["b"][1][:2])
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("when", ["at rest", "on the way"])
 def test_a_piece_of_a_mean_that_is_damaged_is_computed_again(when):
     tx, base, reads = method(inner=optax.sgd(0.1)), islands.memory(), Counter()
@@ -216,7 +243,8 @@ def spoil(damage, kind, function, arguments):
     return function(name, body[:-1] if damage == "cut" else altered)
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "altered", "altered, and dead"])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("damage", ["altered, and dead", "altered", "cut", "gone"])
 def test_a_body_that_is_damaged_stops_no_round(damage, caplog):
     """One that is cut or gone does not count. One that is altered does: its own island has the piece, if it lives."""
     tx, store = method(inner=optax.sgd(0.1)), islands.memory()
