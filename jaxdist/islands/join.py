@@ -38,9 +38,8 @@ def join(
 ) -> Iterator["Island"]:
     """Joins a run of training jobs that meet every `H` steps over a shared folder or bucket.
 
-    Each is an *island*, with its own mesh. In a round it puts its drift `Δ_w = a - p_w`, coded by the reducer,
-    into the store, and all take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. One that is killed, late or
-    new restarts no other. A round is of one fragment and message.
+    Each is an *island*. In a round it puts its drift `Δ_w = a - p_w`, coded by the reducer, into the store, and all
+    take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. One that is killed, late or new restarts no other.
 
     *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down; with
     `owners` `(1 + 1/K) P` up, `2 P` down; on joining, kept parameters and the rounds since.
@@ -51,14 +50,14 @@ def join(
         `power_sgd(rank)`, or error feedback around one.
       name: of this island; a new job under an old name takes its place.
       round_timeout: seconds to wait for others; no call takes more than a second longer.
-      begin_with: how many the first round waits for.
+      begin_with: how many begin the first round.
       quorum: the fewest drifts that make a round.
-      grace: seconds to wait for more of them, part of which `overlap` hides; `None`: until `round_timeout`.
+      grace: seconds for more of them; `None`: until `round_timeout`.
       patience: seconds until too few or a lost store are an error.
       overlap: exchange during training, and merge at the next meeting.
-      eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
+      eager: with `overlap`, train from `a + outer(Δ_w / K)` meanwhile.
       keep_every: rounds between kept parameters; the opener decides.
-      owners: pieces of a mean, each computed by one island for all, about as many as islands; the opener decides.
+      owners: pieces of a mean, each averaged by one island for all; about their number; the opener decides.
       begin: `False` if the run must exist already.
       moments: of the inner optimizer: "own", as they enter, or "fresh".
 

@@ -5,9 +5,9 @@ pieces, one after another in its bytes. A commit names the members, and from tha
 it reads this piece of each body, and creates `means/ROUND/PIECE`. So an island reads `P (K-1)/K` of bodies, and as much
 of means.
 
-Whoever does not find a piece in time computes it from the bodies and creates it. Since a name is created once, its
-bytes are what all islands apply, whoever computed them; and since sums are of the order of the commit, by NumPy, on
-any hardware, these are the same bits anyway. So an owner that dies costs a wait within the round, and nothing else.
+An island that does not find a piece in time computes it from the bodies and creates it. Since a name is created once,
+its bytes are what all islands apply; and since NumPy adds, in the order of the commit, they have the same bits from any
+island. So an owner that dies costs a wait within the round, and nothing else.
 """
 
 import logging
