@@ -3,13 +3,16 @@
     sudo python benchmarks/islands cost bytes --out benchmarks/reports/NAME           # and with --overlap
     python benchmarks/islands cost host --out benchmarks/reports/NAME
     python benchmarks/islands cost fragments --out benchmarks/reports/NAME
+    python benchmarks/islands cost owners --out benchmarks/reports/NAME
 
 `bytes` compares what the interfaces of network namespaces count with what the library reports, and how long meetings
 take with what the link and the processor need; the store is a server of files (`links/files.py`), or with
 `--s3 PYTHON` moto's S3 server of that Python (`pip install 'moto[s3,server]'`), which is so slow that it hides the
 link. `host` has the processor time of the parts of a meeting. Both have 10.5 million parameters; `host` has one core.
 `fragments` has the pauses of meetings with and without fragments side by side: two islands in threads of one process,
-each behind a link of its own that a sleep stands for. Records of runs add up in a file.
+each behind a link of its own that a sleep stands for. `owners` has the bytes and requests of an island and round as
+reports count them, without and with owners: many islands in threads of one process, over a folder. Records of runs add
+up in a file.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -252,6 +256,52 @@ def meet_behind_links(options, fragments, *, overlap):
     }
 
 
+def measure_owners(options):
+    """Bytes and requests of so many islands, without owners and with as many of them as islands, in turn."""
+    rows = []
+    for count in options.islands:
+        for owners in (0, count):
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(meet_in_folder(options, folder, count, owners))
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def meet_in_folder(options, folder, count, owners):
+    """The mean of all rounds but the first, in which all islands read all drifts to commit."""
+    tx, size = jd.local_steps(optax.sgd(0.1), optax.sgd(0.7), sync_period=1, axis=None), options.parameters
+
+    def take_part(number):
+        settings = {"begin_with": count, "round_timeout": 120, "owners": owners, "keep_every": 1000}
+        with jd.islands.join(folder, tx, name=f"{number:02d}", **settings) as island:
+            state, reports = island.enter({"params": jnp.zeros(size), "opt": tx.init(jnp.zeros(size))}), []
+            for _ in range(1 + options.rounds):
+                state["params"] = state["params"] + 0.01 * number
+                state, report = island.meet(state)
+                reports.append(report)
+            return reports[1:]
+
+    with ThreadPoolExecutor(count) as pool:
+        reports = [report for found in pool.map(take_part, range(count)) for report in found]
+    payload = 4 * size
+    fields = ("sent_bytes", "received_bytes", "requests", "wait_seconds")
+    means = {name: statistics.mean(getattr(report, name) for report in reports) for name in fields}
+    return {
+        "islands": count,
+        "owners": owners,
+        "parameters": size,
+        "payload_bytes": payload,
+        "rounds": options.rounds,
+        "fewest_members": min(len(report.members) for report in reports),
+        "sent_payloads": means["sent_bytes"] / payload,
+        "received_payloads": means["received_bytes"] / payload,
+        "most_received_payloads": max(report.received_bytes for report in reports) / payload,
+        "requests": means["requests"],
+        "mean_pause_seconds": means["wait_seconds"],
+        "load": os.getloadavg()[0],
+    }
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     links, host = map(commands.add_parser, ("bytes", "host"))
@@ -272,7 +322,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parts.add_argument("--rounds", type=int, default=3, help="of each fragment")
     parts.add_argument("--train", type=float, default=8, help="seconds between two rounds of a fragment")
     parts.add_argument("--repeat", type=int, default=2)
-    for one in (links, host, parts):
+    owners = commands.add_parser("owners")
+    owners.add_argument("--islands", type=int, nargs="+", default=[4, 12, 24])
+    owners.add_argument("--parameters", type=int, default=480_000)
+    owners.add_argument("--rounds", type=int, default=2)
+    for one in (links, host, parts, owners):
         one.add_argument("--out", type=Path)
     island.add_argument("--name")
     island.add_argument("--address")
@@ -282,6 +336,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> None:
     if options.command == "island":
         return take_part(options)
-    measures = {"bytes": measure_bytes, "host": measure_host, "fragments": measure_fragments}
+    measures = {
+        "bytes": measure_bytes,
+        "host": measure_host,
+        "fragments": measure_fragments,
+        "owners": measure_owners,
+    }
     rows = measures[options.command](options)
     append_rows(options.out, options.command, rows)

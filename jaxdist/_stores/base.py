@@ -25,8 +25,8 @@ class SharedStore(NamedTuple):
       list: `list(prefix) -> names` that begin with `prefix`, sorted. It may miss names of the last moments.
       delete: removes a name, if it is there.
       delete_many: removes names, those that are there, in few requests; `None`: they are deleted one by one.
-      read: `read(name, start, end) -> bytes`: these bytes of a name, or `None` if it is absent, in several threads at
-        once; `None`: bytes are read whole. `jaxdist.publish` reads large anchors so.
+      get_range: `get_range(name, start, end) -> bytes` from `start` up to `end`, fewer where the name has fewer, or
+        `None` if it is absent, in several threads at once; `None`: the whole is read, and cut.
     """
 
     create: Callable[[str, bytes], bool]
@@ -35,7 +35,7 @@ class SharedStore(NamedTuple):
     list: Callable[[str], list[str]]
     delete: Callable[[str], None]
     delete_many: Callable[[Sequence[str]], None] | None = None
-    read: Callable[[str, int, int], bytes | None] | None = None
+    get_range: Callable[[str, int, int], bytes | None] | None = None
 
 
 def place_of(url: "str | os.PathLike[str] | SharedStore") -> str:
@@ -87,6 +87,10 @@ def memory() -> SharedStore:
         box = names.get(name)
         return None if box is None else box[0]
 
+    def get_range(name: str, start: int, end: int) -> bytes | None:
+        body = get(name)
+        return None if body is None else body[start:end]
+
     def list_names(prefix: str) -> list[str]:
         return sorted(name for name in list(names) if name.startswith(prefix))
 
@@ -97,8 +101,4 @@ def memory() -> SharedStore:
         for name in several:
             delete(name)
 
-    def read(name: str, start: int, end: int) -> bytes | None:
-        body = get(name)
-        return None if body is None else body[start:end]
-
-    return SharedStore(create, put, get, list_names, delete, delete_many, read)
+    return SharedStore(create, put, get, list_names, delete, delete_many, get_range)

@@ -44,8 +44,7 @@ def folder(path: str | os.PathLike[str]) -> SharedStore:
       ['a/b']
     """
     place = _Folder(Path(path).expanduser().absolute())
-    functions = (place.create, place.put, place.get, place.list, place.delete, place.delete_many, place.read)
-    return SharedStore(*functions)
+    return SharedStore(place.create, place.put, place.get, place.list, place.delete, place.delete_many, place.get_range)
 
 
 class _Folder:
@@ -90,7 +89,7 @@ class _Folder:
     def get(self, name: str) -> bytes | None:
         return self._read(name, 0, None)
 
-    def read(self, name: str, start: int, end: int) -> bytes | None:
+    def get_range(self, name: str, start: int, end: int) -> bytes | None:
         return self._read(name, start, end - start)
 
     def _read(self, name: str, start: int, count: int | None) -> bytes | None:

@@ -70,6 +70,7 @@ class JoinOptions(NamedTuple):
     on_disk: bool
     eager: bool
     grace: float
+    owners: int
 
 
 class IslandError(Portable, RuntimeError):

@@ -49,7 +49,8 @@ def forget_rounds(store: Connection, rounds: int) -> None:
     anchors = store.list("anchors/")
     last = last_forgotten(anchors, rounds)
     if last >= 0:
-        store.delete_many([name for name in store.list("bodies/") if number_in(name) <= last])
+        for kind in ("bodies/", "means/"):
+            store.delete_many([name for name in store.list(kind) if number_in(name) <= last])
         # Those of islands have one part more than commits.
         said = [name for name in store.list("rounds/") if name.count("/") == 3]
         store.delete_many([name for name in said if number_in(name) <= last])

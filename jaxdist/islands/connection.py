@@ -33,6 +33,8 @@ LEAST_SECONDS = 0.1
 # Processes that wait for process 0 do so in a collective, which has a time limit of its own; and a log says what takes
 # longer.
 SLICE = 5.0
+# The functions of a store that return bytes.
+READS = ("get", "get_range")
 # Seconds between two warnings of failures of one kind, at first and where they go on.
 LEAST_SILENCE, MOST_SILENCE = 1.0, 60.0
 
@@ -186,6 +188,13 @@ class Connection:
     def get(self, name: str) -> bytes | None:
         """The bytes under a name, or `None` if there are none."""
         return self.ask("get", name)
+
+    def get_range(self, name: str, start: int, end: int) -> bytes | None:
+        """The bytes under a name from `start` up to `end`, or `None` if there are none."""
+        if self.store.get_range is not None:
+            return self.ask("get_range", name, start, end)
+        body = self.get(name)
+        return None if body is None else body[start:end]
 
     def list(self, prefix: str) -> list[str]:
         """The names with this prefix that may be of a run, sorted."""
@@ -367,7 +376,7 @@ class Connection:
             traffic = shared._traffic
             if problem is None:
                 sent = len(arguments[1]) if kind in ("put", "create") else 0
-                received = len(request.answer or b"") if kind == "get" else 0
+                received = len(request.answer or b"") if kind in READS else 0
                 traffic = traffic._replace(sent=traffic.sent + sent, received=traffic.received + received)
             shared._traffic = traffic._replace(
                 requests=traffic.requests + 1,
@@ -404,7 +413,7 @@ def _await_request(request: Request, seconds: float) -> tuple[str, Any, str | No
 
 def _has_aged(kind: str, request: Request) -> bool:
     """Whether an answer to an earlier call may be another one now: bytes, once they are there, stay the same."""
-    return request.error is not None or kind == "list" or (kind == "get" and request.answer is None)
+    return request.error is not None or kind == "list" or (kind in READS and request.answer is None)
 
 
 def _plain(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

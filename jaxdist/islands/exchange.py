@@ -334,12 +334,14 @@ class MessagePlan(NamedTuple):
 
     Attributes:
       messages: shapes and dtypes of the arrays of each of its messages.
+      is_mean: whether the last of them is averaged as it is, as all others are.
       renews: whether the replicated leaves of its state follow from the mean of the last message over all members, and
         not from what each member sends.
       lasts: whether a later round decodes what an island sends as its own round does: a drift may wait for its upload.
     """
 
     messages: list[list[jax.ShapeDtypeStruct]]
+    is_mean: bool
     renews: bool
     lasts: bool
 
@@ -480,7 +482,7 @@ def check_reducer(reducer: Reducer, like: PyTree) -> MessagePlan:
                 # A message that follows from earlier ones is of their rounds, even where its decoder takes nothing of
                 # these.
                 lasts = len(messages) == 1 and not any(mask & SHARED for mask in mean)
-                return MessagePlan(messages, is_mean and any(is_shared), lasts)
+                return MessagePlan(messages, is_mean, is_mean and any(is_shared), lasts)
         except ValueError as error:
             problem = str(error)
     raise ValueError(f"{reducer}: {problem}; islands take {ONES_THAT_WORK}")

@@ -78,12 +78,14 @@ class RunIdentity(NamedTuple):
       keep_every: rounds between kept global parameters, the same for all islands.
       opened: whether this process has opened it.
       place: where it is, for messages.
+      owners: into how many pieces bodies are cut, whose means islands compute for each other; 0: none.
     """
 
     id: str
     keep_every: int
     opened: bool
     place: str
+    owners: int = 0
 
     @property
     def mark(self) -> str:
@@ -310,13 +312,14 @@ def find_run(get: Callable[[str], bytes | None], place: str) -> dict[str, Any]:
 
 
 def open_run(
-    store: Connection, describe_own: Callable[[], dict[str, Any]], *, place: str, keep_every: int, begin: bool
+    store: Connection, describe_own: Callable[[], dict[str, Any]], *, place: str, begin: bool, **chosen: int
 ) -> RunIdentity:
     """Finds the run in a store, or opens it, and compares its description with one's own.
 
     Args:
       describe_own: makes this island's description, which takes a while.
       begin: whether to open the run if there is none.
+      **chosen: what the island that opens the run chooses for all, `keep_every` and `owners`.
 
     Raises:
       RunMismatchError: the descriptions differ; it names the first difference. Nothing was written.
@@ -335,13 +338,15 @@ def open_run(
         number = store.agree(lambda: uuid.uuid4().hex)
         # By its number: `run.json` is asked for again and again, and has some bytes only.
         store.create(method_name(number), protocol.to_json(own))
+        given = {name: choice for name, choice in chosen.items() if choice}
         # Of several islands that open the run at once, one is the first.
-        store.create(RUN_JSON, protocol.to_json({"id": number, "keep_every": keep_every, "format": protocol.FORMAT}))
+        store.create(RUN_JSON, protocol.to_json({"id": number, "format": protocol.FORMAT, **given}))
     theirs = find_run(store.get, place)
     difference = find_difference(theirs | _read_method(store, theirs, place), own)
     if difference is not None:
         raise RunMismatchError(f"the run in {place} has another model or method than this island: {difference}")
-    return RunIdentity(theirs["id"], theirs["keep_every"], theirs["id"] == number, place)
+    # A run of an earlier version has no owners.
+    return RunIdentity(theirs["id"], theirs["keep_every"], theirs["id"] == number, place, theirs.get("owners", 0))
 
 
 def _read_method(store: Connection, described: dict[str, Any], place: str) -> dict[str, Any]:
@@ -407,6 +412,8 @@ def log_entered(run: RunIdentity, number: int, kept: int, options: JoinOptions) 
     if run.keep_every != options.keep_every:
         text = "%s keeps global parameters every %d rounds, as its run does, and not every %d"
         logger.info(text, options.name, run.keep_every, options.keep_every)
+    if run.owners != options.owners:
+        logger.info("%s takes owners=%d, as its run does, and not %d", options.name, run.owners, options.owners)
 
 
 # Differences, in words

@@ -64,6 +64,7 @@ from .identity import log_entered
 from .looks import REMEMBERED_WAITS, Looks
 from .model import automatic_mesh, find_model, replace_model
 from .outbox import InFlight, Outbox
+from .owners import OWNERS_SHARE
 from .protocol import Commit, Drift, Next, round_name
 from .run import Replay, _LeftBehindError
 
@@ -107,7 +108,8 @@ class Island:
 
     def __init__(self, store: Connection, config: Any, options: JoinOptions):
         self._store, self._config, self._options = store, config, options
-        self._replay = Replay(store, config)
+        seconds = OWNERS_SHARE * options.round_timeout
+        self._replay = Replay(store, config, name=options.name, owner_seconds=seconds)
         self._index = np.int32(zlib.crc32(options.name.encode()) % 2**31)
         self._session = 0
         # How the model is divided into fragments: known once it is.
@@ -211,7 +213,12 @@ class Island:
         local, params = find_model(state)
         options = self._options
         self._division = division = self._replay.open(
-            local, params, place=options.place, keep_every=options.keep_every, begin=options.begin
+            local,
+            params,
+            place=options.place,
+            keep_every=options.keep_every,
+            owners=options.owners,
+            begin=options.begin,
         )
         model = division.split(local, params)
         self._session = run.claim(self._store, self._options.name)
@@ -553,7 +560,7 @@ class Island:
         rate = self._rate_of(local, bool(to_host(moved)))
         # Equal drifts of two processes of this name have two bodies.
         tag = f"{round_name(number, 'drift', self._options.name)}/{self._session}"
-        place, body = self._replay.pack_body(tag, [to_host(x) for x in arrays], number)
+        place, body, pieces = self._replay.pack_body(tag, [to_host(x) for x in arrays], number)
         base = self._replay.base_of(fragment)
         record = Drift(
             session=self._session,
@@ -567,12 +574,15 @@ class Island:
             waited=self._late < LATE_IS_SLOW,
             leaving=leaving and merges,
             run=self._replay.run.mark,
+            pieces=pieces,
         )
         kept = drift
         if self._options.eager and merges and not leaving:
             kept = self._take_share(part, drift, None if rate is None else np.float32(rate))
         flight = InFlight(place, drift, kept, after, record, float(to_host(local.rates)[0]))
-        ahead = self._replay.expected if self._options.overlap and not leaving else ()
+        # With owners no island reads whole bodies.
+        reads_ahead = self._options.overlap and not leaving and not self._replay.run.owners
+        ahead = self._replay.expected if reads_ahead else ()
         outbox.send(flight, body, number, base, self._options.name, ahead)
         return True
 
@@ -704,7 +714,7 @@ class Island:
                     drifts[name] = protocol.parse(Drift, place, self._store.get(place) or b"")
                 if protocol.is_too_old(drifts[name].body, number, self._replay.rounds):
                     raise DamagedError(f"{place} names a body that is too old")
-                self._replay.body(drifts[name].body, number)
+                self._replay.check_drift(drifts[name], number)
             except DamagedError:
                 damaged.add(name)
         # Where another disk is mounted by now, the round is not this run's to end.

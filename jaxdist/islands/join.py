@@ -32,17 +32,17 @@ def join(
     overlap: bool = False,
     eager: bool = False,
     keep_every: int = 20,
+    owners: int = 0,
     begin: bool = True,
     moments: Moments = "own",
 ) -> Iterator["Island"]:
     """Joins a run of training jobs that meet every `H` steps over a shared folder or bucket.
 
-    Each is an *island*, with its own mesh. In a round it puts its drift `Δ_w = a - p_w`, coded by the reducer,
-    into the store, and all take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. One that is killed, late or
-    new restarts no other. A round is of one fragment and message.
+    Each is an *island*. In a round it puts its drift `Δ_w = a - p_w`, coded by the reducer, into the store, and all
+    take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. One that is killed, late or new restarts no other.
 
-    *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down; on joining,
-    kept parameters and the rounds since.
+    *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down; with
+    `owners` `(1 + 1/K) P` up, `2 P` down; on joining, kept parameters and the rounds since.
 
     Args:
       url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
@@ -50,13 +50,14 @@ def join(
         `power_sgd(rank)`, or error feedback or `compute_visible` around these.
       name: of this island; a new job under an old name takes its place.
       round_timeout: seconds to wait for others; no call takes more than a second longer.
-      begin_with: how many the first round waits for.
+      begin_with: how many begin the first round.
       quorum: the fewest drifts that make a round.
-      grace: seconds to wait for more of them, part of which `overlap` hides; `None`: until `round_timeout`.
+      grace: seconds for more of them; `None`: until `round_timeout`.
       patience: seconds until too few or a lost store are an error.
       overlap: exchange during training, and merge at the next meeting.
-      eager: with `overlap`, train on from `a + outer(Δ_w / K)` meanwhile.
+      eager: with `overlap`, train from `a + outer(Δ_w / K)` meanwhile.
       keep_every: rounds between kept parameters; the opener decides.
+      owners: pieces of a mean, each averaged by one island for all; about their number; the opener decides.
       begin: `False` if the run must exist already.
       moments: of the inner optimizer: "own", as they enter, or "fresh".
 
@@ -90,7 +91,9 @@ def join(
     place = place_of(url)
     times = float(round_timeout), begin_with, quorum, float(patience)
     window = math.inf if grace is None else float(grace)
-    options = JoinOptions(name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url), eager, window)
+    options = JoinOptions(
+        name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url), eager, window, owners
+    )
     _check(options)
     config = method_of(tx)
     problems = {
@@ -141,6 +144,7 @@ def _check(options: JoinOptions) -> None:
         )
     for name in ("begin_with", "quorum", "keep_every"):
         check_count(name, getattr(options, name), 1)
+    check_count("owners", options.owners, 0)
     for name in ("round_timeout", "patience"):
         check_range(name, getattr(options, name), 0, ends="(]")
     if options.grace != math.inf:

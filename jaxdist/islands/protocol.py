@@ -12,6 +12,7 @@ rounds/00000020/here/NAME     NAME will take part in round 20
 rounds/00000020/left/NAME     NAME will not
 rounds/00000020/commit        which drifts count, in which order; created once, by the island that is first; stays
 bodies/00000020/HASH          bytes under their own hash, encoded while round 20 was open
+means/00000020/000003         with owners (`owners`): a piece of the mean of round 20, created by one of its members
 
 A body is sent while rounds go on, so that a record may name one of an earlier round; but not of one that is more than
 `most_rounds` old. So what no commit will ever name follows from numbers alone.
@@ -45,6 +46,7 @@ _FORMS = {
     "anchors": re.compile(r"anchors/[0-9]+"),
     "rounds": re.compile(r"rounds/[0-9]+/(commit|[^/]+/[^/]+)"),
     "bodies": re.compile(r"bodies/[0-9]+/[0-9a-f]+"),
+    "means": re.compile(r"means/[0-9]+/[0-9]+"),
 }
 # A body can be counted for at least so many rounds of its fragment.
 FEWEST_ROUNDS = 8
@@ -62,6 +64,7 @@ class Member(NamedTuple):
       rate: the mean learning rate of its steps, or `None`.
       examples: all that it was trained on.
       bytes: the length of its body.
+      pieces: with owners, the hashes of its pieces, which are at the end of the body.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Member(NamedTuple):
     rate: float | None
     examples: float
     bytes: int
+    pieces: tuple[str, ...] = ()
 
 
 class Drift(NamedTuple):
@@ -87,6 +91,7 @@ class Drift(NamedTuple):
       waited: whether the next round should wait for this island; false for one that is late again and again.
       leaving: whether this is its last.
       run: the first digits of the number of the run.
+      pieces: with owners, the hashes of the pieces of its body.
     """
 
     session: int
@@ -100,6 +105,7 @@ class Drift(NamedTuple):
     waited: bool
     leaving: bool
     run: str = ""
+    pieces: tuple[str, ...] = ()
 
 
 class Commit(NamedTuple):
@@ -196,6 +202,11 @@ def is_intact(place: str, body: bytes) -> bool:
 def to_json(record: Any) -> bytes:
     """A record, or a dict, as JSON."""
     fields = record._asdict() if hasattr(record, "_asdict") else record
+    # Without owners records are those of versions that know none.
+    if isinstance(record, Drift | Member) and not record.pieces:
+        del fields["pieces"]
+    if isinstance(record, Commit):
+        fields["members"] = [member if member.pieces else member[:-1] for member in record.members]
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -206,7 +217,9 @@ def parse(kind: type, name: str, body: bytes) -> Any:
         if kind is Commit:
             names = ("by", "base", "run")
             fields = {key: value if key in names else tuple(value) for key, value in fields.items()}
-            fields["members"] = tuple(Member(*member) for member in fields["members"])
+            fields["members"] = tuple(Member(*member[:6], *map(tuple, member[6:])) for member in fields["members"])
+        if kind in (Drift, Member):
+            fields["pieces"] = tuple(fields.get("pieces", ()))
         if kind is Anchor:
             fields["counted"] = tuple((name, body) for name, body in fields["counted"])
         return kind(**fields)  # pyright: ignore
@@ -363,7 +376,7 @@ def make_commit(
         by=by,
         base=base,
         members=tuple(
-            Member(name, drift.body, drift.weight, drift.rate, drift.examples, drift.bytes)
+            Member(name, drift.body, drift.weight, drift.rate, drift.examples, drift.bytes, drift.pieces)
             for name, drift in members.items()
         ),
         missing=tuple(sorted(missing_islands(seen, expected))),

@@ -39,7 +39,8 @@ from .exchange import (
     with_shared,
 )
 from .fragments import Division, divide, schedule_of
-from .protocol import Anchor, Commit, most_rounds
+from .owners import MeanPieces, PieceLayout, check_owners, read_piece
+from .protocol import Anchor, Commit, Drift, most_rounds
 
 logger = logging.getLogger("jaxdist.islands")
 
@@ -134,7 +135,7 @@ class Replay:
       lasts: whether a drift may count in a later round than that in which it was encoded.
     """
 
-    def __init__(self, store: Connection, config: Any):
+    def __init__(self, store: Connection, config: Any, *, name: str = "", owner_seconds: float = 0.0):
         self.method = RoundMethod(config.reducer, config.outer, config.merge)
         self.schedule = schedule_of(config)
         self.round, self.digests = 0, [""] * self.schedule.number
@@ -154,8 +155,13 @@ class Replay:
         self.plans: list[MessagePlan] = []
         self._updates: list[Any] = []
         self._bodies: dict[str, list[Any]] = {}
-        # This island's own drift of each fragment, which several rounds may read.
-        self.own: dict[int, tuple[str, list[Any]]] = {}
+        # With owners: this island, "" where one only reads, and how long it waits for them; and the mean that it has
+        # begun to read, of which round.
+        self._name, self._owner_seconds = name, owner_seconds
+        self._pieces: tuple[int, MeanPieces] | None = None
+        self._last_pieces: dict[str, bytes] = {}
+        # This island's own drift of each fragment, or its pieces, which several rounds may read.
+        self.own: dict[int, tuple[str, Any]] = {}
 
     @property
     def rounds(self) -> int:
@@ -191,7 +197,14 @@ class Replay:
         return self.digests[0] if len(self.digests) == 1 else hash_of("".join(self.digests).encode())
 
     def open(
-        self, local: LocalStepsState, params: PyTree | None, *, place: str, keep_every: int = 1, begin: bool = False
+        self,
+        local: LocalStepsState,
+        params: PyTree | None,
+        *,
+        place: str,
+        keep_every: int = 1,
+        owners: int = 0,
+        begin: bool = False,
     ) -> Division:
         """Checks the model and the method against those of the run, which this opens if there is none and it may.
 
@@ -201,7 +214,7 @@ class Replay:
           The fragments of the model.
 
         Raises:
-          ValueError: islands cannot take the reducer, or a fragment has no leaves.
+          ValueError: islands cannot take the reducer, or not with owners, or a fragment has no leaves.
           RunMismatchError: the run has another model or method.
           RunMissingError: there is no run, and `begin` is false.
         """
@@ -209,6 +222,8 @@ class Replay:
         parts = division.split(local, local.anchor if params is None else params)
         anchors = [part.local.anchor for part in parts]
         self.plans = [check_reducer(self._reducer, anchor) for anchor in anchors]
+        if owners:
+            check_owners(self.method, self.plans)
         self.schedule = self.schedule._replace(messages=len(self.plans[0].messages))
         self.lasts = all(plan.lasts for plan in self.plans)
         self._updates = [jax.eval_shape(lambda anchor: anchor, anchor) for anchor in anchors]
@@ -224,7 +239,8 @@ class Replay:
             needs_rate=self.needs_rate,
             fragments=division.describe(self.schedule),
         )
-        self.run = identity.open_run(self._store, describe, place=place, keep_every=keep_every, begin=begin)
+        chosen = {"keep_every": keep_every, "owners": owners}
+        self.run = identity.open_run(self._store, describe, place=place, begin=begin, **chosen)
         self._name_bits([part.local for part in parts])
         return division
 
@@ -349,7 +365,7 @@ class Replay:
         """
         fragment, merges = self.fragment, self.schedule.merges_in(self.round)
         shared = self._end_round(select_shared(local), local.reducer[0], commit, self.round)
-        self.round, self._bodies, self._last = self.round + 1, {}, commit
+        self.round, self._bodies, self._last_pieces, self._last = self.round + 1, {}, {}, commit
         self.expected = commit.expected
         if not merges:
             return shared
@@ -413,8 +429,38 @@ class Replay:
             self._bodies[place] = self._decode(place, body, number)
         return self._bodies[place]
 
-    def pack_body(self, tag: str, arrays: list[Any], number: int) -> tuple[str, bytes]:
-        """Returns the place and the bytes of the body with the arrays of this island's drift of a round."""
+    def check_drift(self, drift: Drift, number: int) -> None:
+        """Checks what a commit may count: its body, or with owners that body's last piece, which needs all of it.
+
+        Raises:
+          DamagedError: the body is missing, cut or damaged, or the record has other pieces.
+        """
+        if not self.run.owners:
+            self.body(drift.body, number)
+            return
+        if len(drift.pieces) != self.run.owners:
+            raise DamagedError(f"the record of {drift.body} has {len(drift.pieces)} pieces of {self.run.owners}")
+        last = self.run.owners - 1
+        if self._find_piece(self.schedule.fragment_in(number), drift.body, last) is None:
+            layout = self._layout_in(number)
+            found = read_piece(self._store, drift.body, drift.bytes, layout, last, drift.pieces[last])
+            self._last_pieces[drift.body] = found
+
+    def _find_piece(self, fragment: int, place: str, piece: int) -> bytes | None:
+        """A piece of a body that this island has encoded, or has read before the commit."""
+        own, rows = self.own.get(fragment, ("", None))
+        if own == place:
+            return rows[piece].tobytes()
+        return self._last_pieces.get(place) if piece == self.run.owners - 1 else None
+
+    def pack_body(self, tag: str, arrays: list[Any], number: int) -> tuple[str, bytes, tuple[str, ...]]:
+        """Returns the place, the bytes and the pieces' hashes of the body with this island's drift of a round."""
+        if self.run.owners:
+            rows = self._layout_in(number).cut(arrays)
+            body = protocol.pack(tag, [rows])
+            place = protocol.body_place(number, body)
+            self.own[self.schedule.fragment_in(number)] = (place, rows)
+            return place, body, tuple(hash_of(row.tobytes()) for row in rows)
         codec, fragment = self._reducer.forms.codec, self.schedule.fragment_in(number)
         if codec is not None:
             arrays = [np.frombuffer(codec.encode(arrays, self._updates[fragment]), np.uint8)]
@@ -422,13 +468,12 @@ class Replay:
         place = protocol.body_place(number, body)
         # Decoded as all islands decode it, so that their bits are the same.
         self.own[fragment] = (place, self._decode(place, body, number))
-        return place, body
+        return place, body, ()
 
     def _decode(self, place: str, body: bytes, number: int) -> list[Any]:
         codec, fragment = self._reducer.forms.codec, self.schedule.fragment_in(number)
         if codec is None:
-            payload = self.plans[fragment].messages[self.schedule.message_in(number)]
-            return protocol.unpack(place, body, payload)
+            return protocol.unpack(place, body, self._messages_in(number))
         (code,) = protocol.unpack(place, body, None)
         try:
             return codec.decode(code.tobytes(), self._updates[fragment])
@@ -443,8 +488,36 @@ class Replay:
         self.received = []
         return shared
 
+    def _messages_in(self, number: int) -> list[Any]:
+        """Shapes and dtypes of what islands send in a round."""
+        return self.plans[self.schedule.fragment_in(number)].messages[self.schedule.message_in(number)]
+
+    def _layout_in(self, number: int) -> PieceLayout:
+        return PieceLayout(self.run.owners, tuple(self._messages_in(number)))
+
+    def _read_mean(self, commit: Commit, number: int) -> list[np.ndarray]:
+        """The mean of a round with owners: of the pieces that they have created, or will."""
+        # A meeting may end before all of them are there, and the next one goes on.
+        if self._pieces is None or self._pieces[0] != number:
+            pieces = MeanPieces(
+                self._store,
+                number,
+                commit,
+                self._layout_in(number),
+                known=partial(self._find_piece, self.schedule.fragment_in(number)),
+                name=self._name,
+                seconds=self._owner_seconds,
+                check=partial(self.check_not_forgotten, number),
+            )
+            self._pieces = number, pieces
+        mean = self._pieces[1].collect()
+        self._pieces = None
+        return mean
+
     def _mean_of(self, commit: Commit, number: int) -> list[np.ndarray]:
-        like = self.plans[self.schedule.fragment_in(number)].messages[self.schedule.message_in(number)]
+        if self.run.owners:
+            return self._read_mean(commit, number)
+        like = self._messages_in(number)
         bodies = [self.body(member.body, number) for member in commit.members]
         return mean_of(bodies, [member.weight for member in commit.members], like)
 
@@ -455,13 +528,16 @@ class Replay:
             return shared
         rates = [member.rate for member in commit.members]
         rate = None if None in rates else np.float32(sum(rates) / len(rates))  # pyright: ignore
+        renews = self.plans[self.schedule.fragment_in(number)].renews
+        means = self._mean_of(commit, number) if renews or self.run.owners else []
+        if self.run.owners:
+            # D is linear where messages are averaged, so that D(Σ n_w C(Δ_w) / Σ n_w) is Δ.
+            added, weight = [(means, 1.0)], 1.0
+        else:
+            added = ((self.body(member.body, number), member.weight) for member in commit.members)
         total, replicated = self.method.begin_total(shared.anchor), shared.reducer
-        for member in commit.members:
-            arrays = self.body(member.body, number)
-            total, replicated = add_member(
-                self.method, total, arrays, np.float32(member.weight), reducer, self.received
-            )
-        if self.plans[self.schedule.fragment_in(number)].renews:
-            means = self._mean_of(commit, number)
+        for arrays, share in added:
+            total, replicated = add_member(self.method, total, arrays, np.float32(share), reducer, self.received)
+        if renews:
             replicated = renew_reducer(self.method, shared.anchor, means, reducer, self.received)
         return take_outer_step(self.method, shared, total, np.float32(weight), replicated, rate)

@@ -24,7 +24,7 @@ from ..compressors.entropy_codes import (
 from .changes import Changes
 from .words import PublishedLeaf
 
-MAGIC = b"jdpatch1"
+MAGIC = b"jdpatch2"
 # Words of a part: it bounds the memory beside the state.
 PART = 2**24
 # Classes of words by the exponent of the old value: the largest of the part, half of it, and so on.

@@ -22,7 +22,7 @@ from .._stores.base import hash_of
 from .base import PublishDamagedError, PublishMismatchError
 from .words import PublishedLeaf
 
-FORMAT = 1
+FORMAT = 2
 DESCRIPTION = "publish.json"
 ANCHOR_MAGIC = b"jdanchor"
 _NAME = re.compile(r"(commits|publishers)/[0-9]+|(patches|anchors)/[0-9]+-[0-9a-f]{32}")

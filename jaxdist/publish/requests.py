@@ -49,7 +49,7 @@ class Requests:
 
     def get_pieces(self, name: str, size: int) -> Iterator[bytes | None]:
         """The bytes of a name, in pieces if there are many: the next ones are on the way while one is looked at."""
-        read = self._store.read
+        read = self._store.get_range
         if read is None or size <= PIECE:
             yield self.get(name)
             return

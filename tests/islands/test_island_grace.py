@@ -92,6 +92,7 @@ def situations(draw, reducers=("exact",)):
         "fragments": draw(st.sampled_from([1, 2, 4])),
         "round_timeout": draw(st.sampled_from([1.5, 20.0])),
         "reducer": draw(st.sampled_from(reducers)),
+        "owners": draw(st.sampled_from([0, 3])),
     }
     return paces, options
 

@@ -59,9 +59,9 @@ def test_an_island_leaves_at_sigterm_and_nobody_waits_for_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("overlap", "fragments"), [(0, 1), (1, 1), (0, 2)])
-def test_an_island_of_two_processes_beside_one_of_one(tmp_path, overlap, fragments):
-    options = {"log": tmp_path, "overlap": overlap, "fragments": fragments, "timeout": 60}
+@pytest.mark.parametrize(("overlap", "fragments", "owners"), [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 3)])
+def test_an_island_of_two_processes_beside_one_of_one(tmp_path, overlap, fragments, owners):
+    options = {"log": tmp_path, "overlap": overlap, "fragments": fragments, "owners": owners, "timeout": 60}
     pair = Job(tmp_path / "run", "pair", 4, 2, processes=2, **options)
     single = Job(tmp_path / "run", "single", 4, 2, **options)
     jobs = [pair, single]
@@ -164,6 +164,15 @@ def test_a_stop_in_any_part_of_a_round_holds_the_others_once(kind, overlap, tmp_
     assert found["longest_wait_seconds"] <= TIMEOUT + 1
     # What it had under way when it was stopped may count in the meeting after that.
     assert max(found["meetings_until_it_counts"]) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pace", [0.0, 0.25])
+def test_kills_and_stops_of_owners(tmp_path, pace):
+    found = play_events(tmp_path / "run", tmp_path, kills=8, stops=2, pace=pace, owners=3)
+    print(found)
+    assert found["rounds_seen_by_two_or_more"] >= 5
+    assert found["longest_wait_seconds"] <= TIMEOUT + 1
 
 
 @pytest.mark.slow

@@ -32,11 +32,17 @@ ACTIONS = ["train", "meet", "meet", "meet", "stop", "leave", "offline"]
 SCHEDULES = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(ACTIONS)), max_size=25)
 # With a grace of none a round ends as soon as its quorum is there.
 OPTIONS = st.fixed_dictionaries(
-    {"overlap": st.booleans(), "quorum": st.sampled_from([1, 2]), "grace": st.sampled_from([None, 0.0, 0.001])}
+    {
+        "overlap": st.booleans(),
+        "quorum": st.sampled_from([1, 2]),
+        "grace": st.sampled_from([None, 0.0, 0.001]),
+        "owners": st.sampled_from([0, 2, 3]),
+    }
 )
 LEFT_AND_JOINED = [("a", "train"), ("a", "leave"), ("a", "train"), ("a", "meet")]
 # `rounded` has no feedback: what it rounds off is lost on purpose.
-REDUCERS = ["exact", "4 bits with feedback", "sparse with feedback", "low rank with feedback"]
+CODED = ["4 bits with feedback", "sparse with feedback"]
+REDUCERS = ["exact", "low rank with feedback", *CODED]
 
 
 @cache
@@ -49,6 +55,7 @@ class Session:
     """An island from `enter` to its end: how far it has moved, and which drifts it has put into the store."""
 
     def __init__(self, store, name, tx, step, options):
+        self._owners = options.get("owners", 0)
         self.name, self._step, self.drifts, self.is_away = name, step, set(), False
         self._context = islands.join(
             wrap(store, self._call), tx, name=name, round_timeout=0.004, keep_every=3, **options
@@ -97,12 +104,22 @@ class Session:
             if body in self.drifts and body not in under_way and merges(protocol.round_of(body))
         ]
         taken = [
-            decoded(bodies[body], body, tx, self.state, received_before(body, bodies, commits, tx)) for body in drifts
+            decoded(
+                bodies[body],
+                body,
+                tx,
+                self.state,
+                received_before(body, bodies, commits, tx, self._owners),
+                self._owners,
+            )
+            for body in drifts
         ]
         assert_close(jax.tree.map(lambda *terms: sum(terms), left_of(self.state), *taken), self.moved, tolerance=1e-5)
 
 
 def play(reducer, options, fragments, schedule):
+    if reducer in CODED:
+        options = options | {"owners": 0}
     tx, step = trained_with(reducer, fragments)
     store, bodies, commits = archived(written_once())
     sessions, digests = {}, collections.defaultdict(set)
@@ -130,6 +147,7 @@ def play(reducer, options, fragments, schedule):
 @given(st.sampled_from(REDUCERS), OPTIONS, st.sampled_from([1, 2]), SCHEDULES)
 @example("exact", {}, 1, LEFT_AND_JOINED)
 @example("exact", {}, 2, LEFT_AND_JOINED)
+@example("exact", {"owners": 2}, 2, LEFT_AND_JOINED)
 def test_nothing_is_lost_in_any_schedule(reducer, options, fragments, schedule):
     play(reducer, options, fragments, schedule)
 

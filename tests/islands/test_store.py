@@ -107,10 +107,21 @@ def test_bytes_come_back_whole(store):
 
 
 def test_a_part_of_the_bytes_is_read(store):
-    store.put("name", b"0123456789")
-    found = [store.read("name", *bounds) for bounds in ((0, 10), (2, 5), (8, 99), (10, 20), (50, 60), (3, 3))]
+    store.put("bodies/x", b"0123456789")
+    found = [store.get_range("bodies/x", *bounds) for bounds in ((0, 10), (2, 5), (8, 99), (10, 20), (50, 60), (3, 3))]
     assert found == [b"0123456789", b"234", b"89", b"", b"", b""]
-    assert store.read("nothing", 0, 5) is None
+    assert store.get_range("bodies/y", 0, 5) is None
+
+
+@pytest.mark.parametrize("fields", [7, 6, 5])
+def test_a_store_without_ranges_is_read_whole(fields):
+    store = islands.memory()
+    connection = Connection(islands.SharedStore(*store[:fields]))
+    store.put("bodies/x", b"0123456789")
+    assert connection.get_range("bodies/x", 3, 7) == b"3456"
+    assert connection.get_range("bodies/y", 3, 7) is None
+    # A whole body has been read where the store has no ranges.
+    assert connection.take_traffic().received == (4 if fields == 7 else 10)
 
 
 def test_large_bytes_come_back_whole_in_pieces(store, monkeypatch):

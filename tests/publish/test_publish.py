@@ -182,8 +182,8 @@ def test_long_anchors_are_read_in_pieces(states, wanted, monkeypatch, caplog):
     (first, second, third), like = store.list("anchors/"), states[0][1]
     assert read_all(wrap(store, around), like) == wanted[:8]
     size = len(store.get(first))
-    assert sorted(asked) == [("read", first, start, min(start + 100, size)) for start in range(0, size, 100)]
-    assert read_all(store._replace(read=None), like) == wanted[:8]
+    assert sorted(asked) == [("get_range", first, start, min(start + 100, size)) for start in range(0, size, 100)]
+    assert read_all(store._replace(get_range=None), like) == wanted[:8]
     # One after the other, where the first one takes long.
     monkeypatch.setattr(requests, "QUICK", 0)
     assert read_all(store, like) == wanted[:8]

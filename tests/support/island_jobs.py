@@ -45,6 +45,7 @@ class Job:
         processes=1,
         overlap=0,
         fragments=1,
+        owners=0,
         timeout=TIMEOUT,
         grace=TIMEOUT,
         pace=0.0,
@@ -53,9 +54,8 @@ class Job:
     ):
         self.name, self.processes = name, []
         self.logs = [log / f"{name}-{time.monotonic_ns()}-{number}" for number in range(processes)]
-        arguments = [
-            str(x) for x in (folder, name, rounds, begin_with, overlap, fragments, timeout, grace, pace, patience)
-        ]
+        integers, seconds = (rounds, begin_with, overlap, fragments, owners), (timeout, grace, pace, patience)
+        arguments = [str(x) for x in (folder, name, *integers, *seconds)]
         arguments += [",".join(points)] if points else []
         environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
         if processes > 1:

@@ -16,6 +16,7 @@ from jaxdist import islands
 from jaxdist.islands import exchange, protocol, run
 from jaxdist.islands.connection import Connection
 from jaxdist.islands.fragments import divide, schedule_of
+from jaxdist.islands.owners import PieceLayout
 from jaxdist.local_sgd.fragments import merge
 from jaxdist.local_sgd.local_steps import method_of
 
@@ -155,19 +156,28 @@ def contribution(store, name, number, tx, state):
     return decoded(store.get(protocol.body_name(body)), body, tx, state)
 
 
-def decoded(body, place, tx, state, received=()):
+def unpacked(body, place, like, owners=0):
+    """The arrays of a body, which with owners is cut into pieces."""
+    if not owners:
+        return protocol.unpack(place, body, like)
+    layout = PieceLayout(owners, tuple(like))
+    (rows,) = protocol.unpack(place, body, [jax.ShapeDtypeStruct((owners, layout.size), np.uint8)])
+    return layout.join([row.tobytes() for row in rows])
+
+
+def decoded(body, place, tx, state, received=(), owners=0):
     """What a body adds: of a fragment, with zeros for the leaves of the others."""
     config, local, fragment = method_of(tx), state.opt, rounds_of(tx).fragment_in(protocol.round_of(place))
     division = divide(config, local.anchor)
     parts = division.split_locals(local)
     plan, decode = decoder(tx, fragment)
-    arrays = [jnp.asarray(x) for x in protocol.unpack(place, body, plan.messages[-1])]
+    arrays = [jnp.asarray(x) for x in unpacked(body, place, plan.messages[-1], owners)]
     trees = [jax.tree.map(np.zeros_like, total(part.anchor)) for part in parts]
     trees[fragment] = total(decode(parts[fragment].anchor, arrays, parts[fragment].reducer[0], received=received)[0])
     return merge(trees, division.labels)
 
 
-def received_before(place, bodies, commits, tx):
+def received_before(place, bodies, commits, tx, owners=0):
     """The means of the messages before that of a body, from the bodies and the commits of all rounds."""
     rounds, number = rounds_of(tx), protocol.round_of(place)
     messages = decoder(tx, rounds.fragment_in(number))[0].messages
@@ -176,7 +186,7 @@ def received_before(place, bodies, commits, tx):
     ]
     return [
         exchange.mean_of(
-            [protocol.unpack(member.body, bodies[member.body], like) for member in end.members],
+            [unpacked(bodies[member.body], member.body, like, owners) for member in end.members],
             [member.weight for member in end.members],
             like,
         )

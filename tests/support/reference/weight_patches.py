@@ -8,7 +8,7 @@ class Patch:
     """The bytes of a patch, taken from the front."""
 
     def __init__(self, body):
-        assert body[:8] == b"jdpatch1"
+        assert body[:8] == b"jdpatch2"
         self.rest = body[8:]
 
     def take(self, count):

@@ -123,10 +123,11 @@ def open_store(folder):
     )
 
 
-def main(folder, name, rounds, begin_with, overlap, fragments, timeout, grace, pace, patience, points=()):
+def main(folder, name, rounds, begin_with, overlap, fragments, owners, timeout, grace, pace, patience, points=()):
     jd.initialize(heartbeat_timeout_seconds=20)
     mesh = jd.make_mesh({"data": jax.device_count()})
-    reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
+    # Owners average no codes.
+    reducer = jd.exact() if owners else jd.error_feedback(jd.compressed(jd.qsgd(4)))
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     tx = jd.local_steps(optax.adam(0.05), outer, sync_period=4, fragments=fragments, reducer=reducer, axis=None)
     # Each process has examples of its own, around the goal of the island.
@@ -151,6 +152,7 @@ def main(folder, name, rounds, begin_with, overlap, fragments, timeout, grace, p
     clock, stops = MachineClock(), StopPoints(points)
     store = clock.time_calls(stops.watch(open_store(folder)))
     options = {"round_timeout": timeout, "begin_with": begin_with, "overlap": bool(overlap), "keep_every": 5}
+    options["owners"] = owners
     if grace < timeout:
         options |= {"grace": grace, "quorum": 2}
     with jd.islands.join(store, tx, name=name, **options) as island:
@@ -175,5 +177,5 @@ def main(folder, name, rounds, begin_with, overlap, fragments, timeout, grace, p
 
 
 if __name__ == "__main__":
-    place, points = sys.argv[1:3], [one.split(",") for one in sys.argv[11:]]
-    main(*place, *map(int, sys.argv[3:7]), *map(float, sys.argv[7:11]), *points)
+    place, points = sys.argv[1:3], [one.split(",") for one in sys.argv[12:]]
+    main(*place, *map(int, sys.argv[3:8]), *map(float, sys.argv[8:12]), *points)
