@@ -122,6 +122,6 @@ def test_classes_of_the_old_exponent_pay_where_small_weights_change(monkeypatch)
 def test_bytes_that_are_no_patch():
     leaf, old = PublishedLeaf("w", (1000,), "int8"), np.zeros(1000, np.uint8)
     body = encode_patch([old], [np.ones_like(old)], [leaf])
-    for damaged in (b"", b"jdpatch2" + body[8:], body[:-1], body + b"0", body[:9] + b"\3" + body[10:]):
+    for damaged in (b"", b"jdpatch1" + body[8:], body[:-1], body + b"0", body[:9] + b"\3" + body[10:]):
         with pytest.raises((DamagedCodeError, ValueError)):
             apply_patch(damaged, [old.copy()], [leaf])
