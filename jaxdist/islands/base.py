@@ -58,19 +58,19 @@ class JoinOptions(NamedTuple):
     """The arguments of `join`, checked."""
 
     name: str
+    place: str
+    on_disk: bool
     round_timeout: float
     begin_with: int
     quorum: int
+    grace: float
     patience: float
     overlap: bool
+    eager: bool
     keep_every: int
+    owners: int
     begin: bool
     moments: Moments
-    place: str
-    on_disk: bool
-    eager: bool
-    grace: float
-    owners: int
 
 
 class IslandError(Portable, RuntimeError):

@@ -38,16 +38,16 @@ def join(
 ) -> Iterator["Island"]:
     """Joins a run of training jobs that meet every `H` steps over a shared folder or bucket.
 
-    Each is an *island*. In a round it puts its drift `Δ_w = a - p_w`, coded by the reducer, into the store, and all
-    take the same outer step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. One that is killed, late or new restarts no other.
+    Each is an *island*. In a round it puts its coded drift `Δ_w = a - p_w` into the store, and all take the same outer
+    step, `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. One that is killed, late or new restarts no other.
 
     *Over the network*, in a round of `K` islands: a payload `P` and ~1 KiB up, `(K-1) P` and ~`K` KiB down; with
     `owners` `(1 + 1/K) P` up, `2 P` down; on joining, kept parameters and the rounds since.
 
     Args:
       url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
-      tx: from `local_steps(..., axis=None)` or a recipe; its reducer is `exact()`, `compressed(code)`,
-        `power_sgd(rank)`, or error feedback or `compute_visible` around these.
+      tx: of `local_steps(..., axis=None)` or a recipe; its reducer is `exact()`, `compressed(code)`, `power_sgd(rank)`,
+        or error feedback or `compute_visible` around these.
       name: of this island; a new job under an old name takes its place.
       round_timeout: seconds to wait for others; no call takes more than a second longer.
       begin_with: how many begin the first round.
@@ -57,7 +57,7 @@ def join(
       overlap: exchange during training, and merge at the next meeting.
       eager: with `overlap`, train from `a + outer(Δ_w / K)` meanwhile.
       keep_every: rounds between kept parameters; the opener decides.
-      owners: pieces of a mean, each averaged by one island for all; about their number; the opener decides.
+      owners: pieces of a mean, each averaged by one island for all, as about `K`; the opener decides.
       begin: `False` if the run must exist already.
       moments: of the inner optimizer: "own", as they enter, or "fresh".
 
@@ -66,8 +66,8 @@ def join(
 
     Raises:
       ValueError: another `tx`, or an argument out of range.
-      StoreUnusableError: the store cannot create a name if absent, refuses, or does not answer for `patience`.
-      RunMissingError: there is no run, and `begin=False`.
+      StoreUnusableError: the store cannot create if absent, refuses, or is silent for `patience`.
+      RunMissingError: no run, and `begin=False`.
       ImportError: a bucket without obstore.
 
     Examples:
@@ -89,10 +89,21 @@ def join(
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, 2023.
     """
     place = place_of(url)
-    times = float(round_timeout), begin_with, quorum, float(patience)
-    window = math.inf if grace is None else float(grace)
     options = JoinOptions(
-        name, *times, overlap, keep_every, begin, moments, place, is_on_disk(url), eager, window, owners
+        name=name,
+        place=place,
+        on_disk=is_on_disk(url),
+        round_timeout=float(round_timeout),
+        begin_with=begin_with,
+        quorum=quorum,
+        grace=math.inf if grace is None else float(grace),
+        patience=float(patience),
+        overlap=overlap,
+        eager=eager,
+        keep_every=keep_every,
+        owners=owners,
+        begin=begin,
+        moments=moments,
     )
     _check(options)
     config = method_of(tx)
