@@ -12,6 +12,7 @@ ROWS = {
     "1 unrolled": "ZeRO stage 1",
     "2 unrolled": "ZeRO stage 2",
     "3": "ZeRO stage 3",
+    "3 in bfloat16": "stage 3,\nbfloat16 moments",
     "3 in 8 bits": "stage 3,\n8-bit moments",
     "3 on the host": "stage 3,\nstate on the host",
 }

@@ -27,11 +27,12 @@ from stages import stage_step
 import jaxdist as jd
 from jaxdist._cli.models.gpt import GPTConfig
 from jaxdist.analysis import pods
-from jaxdist.compressors import dynamic_fp8
+from jaxdist.compressors import cast, dynamic_fp8
 
 GPT_100M = GPTConfig(layers=12, width=768, heads=12, context=512, vocabulary=10_240)
 TOPOLOGY = "v5e:2x4"
 HBM = 15.75 * 2**30
+ROUNDED = cast(jnp.bfloat16, rounding="stochastic")
 STEPS = {
     "0": lambda config, **k: stage_step(config, 0, **k),
     "1": lambda config, **k: stage_step(config, 1, **k),
@@ -39,6 +40,7 @@ STEPS = {
     "2 unrolled": lambda config, **k: stage_step(config, 2, unrolled=True, **k),
     "3": lambda config, **k: stage_step(config, 3, **k),
     "3 on the host": lambda config, **k: stage_step(config, 3, on_host=True, **k),
+    "3 in bfloat16": lambda config, **k: stage_step(config, 3, state_compressor=ROUNDED, **k),
     "3 in 8 bits": lambda config, **k: stage_step(config, 3, state_compressor=dynamic_fp8(block=8), **k),
     "offload": lambda config, master: make_offloaded_step(config),
     "offload parameters too": lambda config, master: make_offloaded_step(config, params_on_host=True),

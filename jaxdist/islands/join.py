@@ -48,7 +48,7 @@ def join(
       url: a shared folder, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
       tx: of `local_steps(..., axis=None)` or a recipe; its reducer is `exact()`, `compressed(code)`, `power_sgd(rank)`,
         or error feedback or `compute_visible` around these.
-      name: of this island; a new job under an old name takes its place.
+      name: of this island; a new job of the name takes its place.
       round_timeout: seconds to wait for others; no call takes more than a second longer.
       begin_with: how many begin the first round.
       quorum: the fewest drifts that make a round.
@@ -65,7 +65,7 @@ def join(
       The `Island`.
 
     Raises:
-      ValueError: another `tx`, or an argument out of range.
+      ValueError: a bad `tx`, or argument out of range.
       StoreUnusableError: the store cannot create if absent, refuses, or is silent for `patience`.
       RunMissingError: no run, and `begin=False`.
       ImportError: a bucket without obstore.
