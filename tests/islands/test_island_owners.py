@@ -27,8 +27,8 @@ from islands_run import (
     train_together,
 )
 from problems import assert_close
-from virtual_clock import VirtualClock
 from reference.owners import reduce_by_owners
+from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
