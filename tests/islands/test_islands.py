@@ -291,6 +291,7 @@ def test_an_island_that_was_late_and_is_in_time_again_is_waited_for():
     with islands.join(islands.memory(), tx, name="a", overlap=True) as island:
         state = island.enter(begin(tx))
         state, _ = island.meet(state)
+        wait_for_threads(island)  # on a busy machine the upload may last until the next meeting
         island._late = LATE_IS_SLOW
         state, report = island.meet(state)
         assert report.counted
