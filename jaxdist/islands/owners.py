@@ -174,7 +174,7 @@ class MeanPieces:
       known: returns a piece of the body of a place, if this island has it already.
       name: this island; without a name it creates nothing, and waits for no owner.
       seconds: after which it computes what no owner has.
-      check: raises where the bodies of this round may be deleted.
+      check: raises where the bodies of a round may be deleted.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class MeanPieces:
         known: Callable[[str, int], bytes | None],
         name: str,
         seconds: float,
-        check: Callable[[], None],
+        check: Callable[[int], None],
     ):
         self._store, self._number, self._commit, self._layout = store, number, commit, layout
         self._known, self._name, self._seconds, self._check = known, name, seconds, check
@@ -278,7 +278,7 @@ class MeanPieces:
             try:
                 known = read_piece(store, member.body, member.bytes, self._layout, piece, member.pieces[piece])
             except DamagedError as error:
-                self._check()
+                self._check(protocol.round_of(member.body))
                 tries, now = tries + 1, store.now()
                 if tries >= TRIES and not self._name:
                     raise

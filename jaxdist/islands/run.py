@@ -424,7 +424,8 @@ class Replay:
         if place not in self._bodies:
             body = self._store.get(protocol.body_name(place))
             if body is None:
-                self.check_not_forgotten(number)
+                # It goes with the round in which it was sent, which may be an earlier one.
+                self.check_not_forgotten(protocol.round_of(place))
                 raise DamagedError(f"the store has no body {place}, which a drift names")
             self._bodies[place] = self._decode(place, body, number)
         return self._bodies[place]
@@ -507,7 +508,7 @@ class Replay:
                 known=partial(self._find_piece, self.schedule.fragment_in(number)),
                 name=self._name,
                 seconds=self._owner_seconds,
-                check=partial(self.check_not_forgotten, number),
+                check=self.check_not_forgotten,
             )
             self._pieces = number, pieces
         mean = self._pieces[1].collect()

@@ -11,7 +11,9 @@ from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
-from jaxdist.islands import identity
+from jaxdist.islands import cleanup, identity, run
+from jaxdist.islands.connection import Connection
+from jaxdist.local_sgd.local_steps import method_of
 
 RATE = optax.warmup_cosine_decay_schedule(0.0, 1.0, 8, 40, 0.0)
 # Rates are compared after 20 steps, which are 5 rounds.
@@ -160,3 +162,17 @@ def test_what_an_island_computes_before_it_enters_is_no_wait_for_the_store(monke
 
     with islands.join(wrap(base, around), tx, name="a", patience=60) as island:
         island.enter(begin(tx))
+
+
+def test_a_body_that_is_deleted_with_an_earlier_round_leaves_who_reads_a_later_one_behind():
+    """Progress may count in a later round than that in which it was sent, and is deleted with the earlier one."""
+    store, tx = islands.memory(), method()
+    replay = run.Replay(Connection(store), method_of(tx))
+    # Both are read while round 898 is: of the kept parameters of 890, which another thread has deleted since.
+    store.create("anchors/00000900", b"{}")
+    store.create("anchors/00000910", b"{}")
+    assert cleanup.last_forgotten(store.list("anchors/"), replay.rounds) == 892
+    with pytest.raises(run._LeftBehindError):
+        replay.body("00000892/0d48", 898)
+    with pytest.raises(islands.DamagedError, match="no body 00000893/0d48"):
+        replay.body("00000893/0d48", 898)

@@ -47,14 +47,17 @@ class Job:
         fragments=1,
         owners=0,
         timeout=TIMEOUT,
-        grace=TIMEOUT,
+        grace=None,
         pace=0.0,
         patience=3600.0,
         points=(),
     ):
         self.name, self.processes = name, []
         self.logs = [log / f"{name}-{time.monotonic_ns()}-{number}" for number in range(processes)]
-        integers, seconds = (rounds, begin_with, overlap, fragments, owners), (timeout, grace, pace, patience)
+        integers, seconds = (
+            (rounds, begin_with, overlap, fragments, owners),
+            (timeout, timeout if grace is None else grace, pace, patience),
+        )
         arguments = [str(x) for x in (folder, name, *integers, *seconds)]
         arguments += [",".join(points)] if points else []
         environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
