@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import sys
+import threading
 import zlib
 from importlib.metadata import version
 from pathlib import Path
@@ -106,15 +107,19 @@ def give_back_freed_memory():
 
 
 def share_contexts():
-    """A new context of MLIR takes a tenth of the time that a small program takes: here many programs share one."""
-    make, shared, programs = mlir.make_ir_context, None, itertools.count()
+    """A new context of MLIR takes a tenth of the time that a small program takes: here many programs share one.
+
+    Those of one thread: with a context that two threads use at once, a lowering may find none.
+    """
+    make, of_thread = mlir.make_ir_context, threading.local()
 
     def give_context():
-        nonlocal shared
+        count = getattr(of_thread, "programs", 0)
         # A context keeps all constants of its programs.
-        if next(programs) % PROGRAMS_OF_A_CONTEXT == 0:
-            shared = make()
-        return shared
+        if count % PROGRAMS_OF_A_CONTEXT == 0:
+            of_thread.shared = make()
+        of_thread.programs = count + 1
+        return of_thread.shared
 
     mlir.make_ir_context = give_context
 
