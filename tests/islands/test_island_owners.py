@@ -142,17 +142,24 @@ def test_fragments_are_those_of_a_run_without_owners(overlap):
         assert digests_of(found) == digests_of(train_together(islands.memory(), tx, NAMES, 6, examples=EXAMPLES))
 
 
-def run_islands(store, tx, rounds, prepare, **options):
-    """Trains three islands in threads, each changed by `prepare`; returns what they return or raise, by name."""
-    step = step_of(tx)
-    with ThreadPoolExecutor(len(NAMES)) as pool:
-        settings = {"step": step, "begin_with": len(NAMES), "patience": 60, "examples": EXAMPLES, **options}
-        jobs = {
-            name: pool.submit(
-                train, store, tx, name, rounds, goal=number, prepare=partial(prepare, name=name), **settings
-            )
-            for number, name in enumerate(NAMES)
-        }
+def run_islands(store, tx, rounds, prepare, *, is_virtual=True, **options):
+    """Trains three islands in threads, each changed by `prepare`; returns what they return or raise, by name.
+
+    On a virtual clock, so that it makes no difference how busy the machine is, unless a request takes real time.
+    """
+    step, clock = step_of(tx), VirtualClock(len(NAMES))
+    settings = {"step": step, "begin_with": len(NAMES), "patience": 60, "examples": EXAMPLES, **options}
+
+    def run(number, name):
+        try:
+            return train(store, tx, name, rounds, goal=number, prepare=partial(prepare, name=name), **settings)
+        finally:
+            clock.leave()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(NAMES)) as pool:
+        if is_virtual:
+            clock.rule(patch)
+        jobs = {name: pool.submit(run, number, name) for number, name in enumerate(NAMES)}
         return {name: job.exception() or job.result() for name, job in jobs.items()}
 
 
@@ -163,7 +170,7 @@ def interfere(island, name, *, who, around):
         island._store.store = wrap(store, lambda number, kind, function, arguments: around(kind, function, arguments))
 
 
-def test_an_owner_that_dies_costs_a_wait_within_the_round(caplog):
+def test_an_owner_that_dies_costs_a_wait_within_the_round():
     """And no progress of the others, nor its own: its drift is there."""
     tx, timeout, died = method(inner=optax.sgd(0.1)), 4.0, []
 
@@ -196,7 +203,8 @@ def test_a_request_that_hangs_holds_no_meeting():
             time.sleep(4.0)
         return function(*arguments)
 
-    found = run_islands(written_once(), tx, 4, partial(interfere, who="a", around=hang), owners=3, round_timeout=1.0)
+    prepare = partial(interfere, who="a", around=hang)
+    found = run_islands(written_once(), tx, 4, prepare, is_virtual=False, owners=3, round_timeout=1.0)
     assert hung
     digests = defaultdict(set)
     for _, reports in found.values():
@@ -269,7 +277,7 @@ def test_a_body_that_is_damaged_stops_no_round(damage, caplog):
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["means", "bodies"])
-def test_an_island_that_enters_later_has_the_same_bits(gone):
+def test_an_island_that_enters_later_has_the_same_bits(gone, monkeypatch):
     """By the means of past rounds, or by their bodies."""
     tx, store = method(inner=optax.sgd(0.1)), islands.memory()
     found = train_together(store, tx, NAMES, 3, owners=4, keep_every=100)
@@ -284,6 +292,7 @@ def test_an_island_that_enters_later_has_the_same_bits(gone):
     watched = wrap(
         store, lambda number, kind, function, arguments: asked.append((kind, arguments[0])) or function(*arguments)
     )
+    VirtualClock(1).rule(monkeypatch)
     with islands.join(watched, tx, name="new", round_timeout=0.2) as new:
         state = new.enter(begin(tx, fill=5.0))
         assert_close(global_params(state), params, tolerance=0)
@@ -404,7 +413,8 @@ def test_the_island_that_opens_a_run_chooses_the_owners(caplog):
     assert len(store.list("means/00000001/")) == 2
 
 
-def test_a_meeting_with_owners_compiles_nothing():
+def test_a_meeting_with_owners_compiles_nothing(monkeypatch):
+    VirtualClock(1).rule(monkeypatch)
     tx, store = method(inner=optax.sgd(0.1)), islands.memory()
     with islands.join(store, tx, name="a", owners=2, round_timeout=0.2) as island:
         state = step_of(tx)(island.enter(begin(tx)), GOALS[0])
