@@ -130,7 +130,7 @@ def read_piece(store: Connection, place: str, end: int, layout: PieceLayout, pie
 
 def mean_name(number: int, *piece: int) -> str:
     """The name of a piece of the mean of a round, or their prefix."""
-    return "/".join(("means", f"{number:08d}", *(f"{one:06d}" for one in piece or [])))
+    return "/".join(("means", f"{number:08d}", *(f"{one:06d}" for one in piece)))
 
 
 def line_for(piece: int, pieces: int, number: int, commit: Commit) -> list[str]:
