@@ -6,8 +6,8 @@
 #
 # BIN           where the tools lie (default: .venv/bin, or the PATH where that is missing)
 # WORKERS       processes of pytest, each of which simulates eight devices, and threads of pyright (default 2)
-# PYTEST_ARGS   more for pytest, as in PYTEST_ARGS="--slow -k power_sgd"; `--slow` leaves no sample of the register out
-#               and compiles with the effort that users get
+# PYTEST_ARGS   more for pytest, as in PYTEST_ARGS="--slow -k power_sgd"; `--slow` leaves no sample of the register out,
+#               `--full-effort` compiles with the effort that users get
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=${BIN:-.venv/bin}

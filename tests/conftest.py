@@ -13,13 +13,13 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Most of the suite's time is the compiler's, on programs that run once: the least effort that leaves the collectives as
-# they are. `--slow` compiles as users do. The processes of xdist inherit the flags.
+# they are takes a third of it. `--full-effort` compiles as users do. The processes of xdist inherit the flags.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     little = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     little += "--xla_cpu_parallel_codegen_split_count=1 "  # small programs are not worth several threads
     if version("jaxlib").startswith("0.10."):  # later compilers do not know the flag, and stop
         little += "--xla_cpu_use_fusion_emitters=false"
-    flags = ["" if "--slow" in sys.argv else little, os.environ.get("XLA_FLAGS", "")]
+    flags = ["" if "--full-effort" in sys.argv else little, os.environ.get("XLA_FLAGS", "")]
     os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=8"])
 
 # With a thread for each device, those that wait in a collective can starve those that they wait for.
@@ -47,6 +47,7 @@ PROGRAMS_OF_A_CONTEXT = 100
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
+    parser.addoption("--full-effort", action="store_true", help="compile with the effort that users get, thrice as long")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -125,7 +126,7 @@ def share_contexts():
 
 
 def pytest_configure(config):
-    if not config.getoption("--slow"):
+    if not config.getoption("--full-effort"):
         share_contexts()
     # As a plugin it also sees the doctests of the package, which do not lie below this folder.
     config.pluginmanager.register(MemoryLimit())
