@@ -47,7 +47,7 @@ PROGRAMS_OF_A_CONTEXT = 100
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
-    parser.addoption("--full-effort", action="store_true", help="compile with the effort that users get, thrice as long")
+    parser.addoption("--full-effort", action="store_true", help="compile as users do, thrice as long")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -45,6 +45,7 @@ def test_a_step_beyond_32_bits_is_resumed(results):
     assert results[0]["large"] == results[1]["large"] == [3_000_000_000, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
 
 
+@pytest.mark.slow
 def test_processes_that_share_no_disk_are_refused(results):
     """Process 0 would commit a checkpoint without the parts of the others."""
     first, second = (result["own disks"] for result in results)

@@ -250,6 +250,7 @@ def test_a_finished_run_is_refused_before_anything_is_trained(islands, tmp_path,
     assert results.read_log(log) == [{"kept": True}]
 
 
+@pytest.mark.slow
 def test_train_keeps_its_checkpoints_in_a_bucket(tmp_path, capsys):
     pytest.importorskip("obstore")
     url, out = f"memory:///{tmp_path.name}", tmp_path / "out"

@@ -68,6 +68,7 @@ def check_papers(folder):
     assert {"@misc{alistarh2016qsgd,", "@misc{stich2018sparsifiedsgd,"} <= set(papers.splitlines())
 
 
+@pytest.mark.slow
 def test_commands_of_the_page_without_the_comparison_leave_what_it_says(folder, capsys):
     assert [command.split()[0] for command in COMMANDS] == ["compare", "reducers", "replay"]
     for command in COMMANDS[1:]:

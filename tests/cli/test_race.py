@@ -106,7 +106,7 @@ def test_the_schedule_of_a_method(name, expected):
     assert costs.schedule_of(name, parse.parse_method(name, "sgd:0.1")) == expected
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -156,6 +156,7 @@ def test_a_method_costs_what_its_own_optimizer_and_its_code_take(name, compute, 
     assert timed == ([] if name.startswith("demo") else [64])
 
 
+@pytest.mark.slow
 def test_the_traffic_of_the_compiled_step_is_that_of_its_trace():
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
     workload = digits.digits_workload(4)
@@ -168,7 +169,7 @@ def test_the_traffic_of_the_compiled_step_is_that_of_its_trace():
         assert compiled.hops == pytest.approx(traced.hops)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("warm", "without"),
     [

@@ -62,6 +62,7 @@ def test_equal_seeds_write_equal_files(tmp_path):
     assert len(events[0].read_bytes()) > 500
 
 
+@pytest.mark.slow
 def test_gradients_may_take_longer_than_the_longest_clock(tmp_path, capsys):
     arguments = ["replay", "--rule", "asgd", "--timing-only", "--workers", "2", "--out", str(tmp_path)]
     assert cli.main([*arguments, "--law", "constant:1e300", "--seconds", "9e9"]) == 0

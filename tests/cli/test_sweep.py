@@ -108,6 +108,7 @@ def test_one_command_leaves_a_table_and_a_figure(tmp_path, capsys):
     assert (tmp_path / "new/f.pdf").read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.slow
 def test_a_single_run_leaves_a_table_too_without_a_model(tmp_path, capsys):
     arguments = ["--timing-only", "--seed", str(2**32 - 1), "--out", str(tmp_path), "--label", "bsp=Synchronous"]
     for suffix in (".csv", ".tex"):

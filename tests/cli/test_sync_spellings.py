@@ -90,6 +90,7 @@ def _loss(params):
     return np.mean([metrics(params, batch)["loss"] for batch in work().held_out(8)])
 
 
+@pytest.mark.slow
 def test_what_was_agreed_on_is_evaluated_not_a_workers_own(any_period, trained):
     _, state = trained
     wanted = _loss(jd.local_sgd.global_params(state.opt_state))
@@ -205,6 +206,7 @@ def test_a_shared_start_is_the_warm_up_of_the_method(spelling):
     assert continued[-1].total_wire_bytes > start * exact.wire_bytes
 
 
+@pytest.mark.slow
 def test_a_start_is_for_local_steps():
     exact = _prepare("exact")
     start = starts.Start(1, exact.state.params, exact.state.opt_state[1], 1.0)
@@ -287,6 +289,7 @@ def test_an_optimizer_that_communicates_takes_its_reducer_after_a_slash():
     assert parse.parse_method("qadam:1e-3,warmup_steps=3/two_shot:qsgd:4", OPTIMIZER).reducer is None
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("spelling", "message"),
     [

@@ -145,6 +145,7 @@ def test_training_learns(finished):
     assert records[-1].loss < records[0].loss
 
 
+@pytest.mark.slow
 def test_records_carry_the_compiled_programs_bytes(run, finished):
     records = finished[0]
     assert run.wire_bytes == jd.analysis.collectives(run.program.compiled).wire_bytes > 0

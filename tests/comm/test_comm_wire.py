@@ -118,6 +118,7 @@ def test_long_float16_means_are_of_words(workers):
     assert found.wire_bytes == 2 * (workers - 1) / workers * LEAST_BYTES
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("workers", "size"), [(2, LEAST_BYTES), (4, 8), (4, LEAST_BYTES)])
 def test_what_travels_as_words_has_the_gradient_of_float32(dtype, workers, size):
@@ -203,7 +204,7 @@ ALL = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 @pytest.mark.parametrize("name", list(ALL))
 def test_one_worker_of_a_mesh_gets_what_a_collective_would_give(monkeypatch, name, dtype):

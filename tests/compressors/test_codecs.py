@@ -402,6 +402,7 @@ def test_codes_of_other_compressors_and_shapes_are_refused():
             other.codec.decode(body, jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
+@pytest.mark.slow
 def test_a_code_of_magnitudes_needs_a_zero_level():
     with pytest.raises(ValueError, match="got zero_level=False; use"):
         jc.nuqsgd(4, zero_level=False, code="elias")

@@ -161,6 +161,7 @@ def test_the_variance_is_what_the_probabilities_say():
     assert errors.mean() < uniform / 5
 
 
+@pytest.mark.slow
 def test_omega_is_attained_by_equal_magnitudes():
     for code, count in ((jc.gspar(0.1), 20), (jc.gspar(variance=3.0), 50)):
         omega = code.variance((200,))

@@ -42,7 +42,7 @@ def largest(row, count):
     return np.sort(np.argsort(-magnitudes, kind="stable")[:count])
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("count", [1, 90, 3000])
 def test_threshold_finds_the_largest_ties_to_the_lower_index(count):
     rows = data()
@@ -83,7 +83,7 @@ def unlike_rows(rows, width, seed=1):
 
 
 # The candidates of 120 rows are few enough to be sorted; 40 of 100 entries are searched without candidates.
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("rows", "width", "count"), [(480, 100, 9), (480, 96, 9), (120, 100, 9), (480, 100, 1), (120, 100, 40)]
 )
@@ -113,6 +113,7 @@ def test_candidates_are_chosen_alike_on_all_backends():
             np.testing.assert_array_equal(jax.jit(lambda x: search.largest_by_threshold(x, 9))(x), expected)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("width", [4, 5])
 def test_rows_may_be_short(width):
     x = np.random.default_rng(0).integers(-9, 9, (2500, width)).astype(np.float32)
@@ -126,7 +127,7 @@ def test_nothing_is_found_in_nothing(find, shape):
     assert find(jnp.zeros(shape), 0).shape == (0,)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
 def test_other_dtypes(dtype):
     with jax.enable_x64(True):
@@ -162,6 +163,7 @@ def test_rows_unlike_the_others_do_not_prolong_the_search(case):
     assert passes <= {"alike": 2, "scales": 4, "few nonzeros": 4, "not finite": 4}[case]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "count", "most"), [((2**18,), 2000, 2**19), ((64, 4096), 64, 2**20)])
 def test_the_loop_keeps_no_copy_of_the_array(shape, count, most):
     """XLA would compute `|x|`, 2 MiB, once before the loop; fetching fresh memory takes longer than all passes.
@@ -173,6 +175,7 @@ def test_the_loop_keeps_no_copy_of_the_array(shape, count, most):
     assert jax.jit(find).lower(x).compile().memory_analysis().temp_size_in_bytes < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "count"), [((SIZE,), 90), ((120, 100), 9), ((480, 100), 9)])
 def test_types_under_shard_map(mesh, shape, count):
     def worker(x):

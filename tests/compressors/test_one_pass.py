@@ -60,6 +60,7 @@ def test_bits_are_those_of_the_plain_program(name, dtype):
     jax.tree.map(np.testing.assert_array_equal, payload, expected)
 
 
+@pytest.mark.slow
 def test_under_vmap():
     code, rows = jc.qsgd(4), jnp.reshape(an_input(4 * TILE), (2, -1))
     keys = jax.random.split(jax.random.key(0), 2)

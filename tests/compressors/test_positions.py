@@ -74,6 +74,7 @@ def test_the_excess_is_what_the_docstring_says():
     assert worst < 0.56
 
 
+@pytest.mark.slow
 def test_positions_in_a_bitmap_whose_first_ones_come_late():
     """Before them are more words than float32 counts."""
     words = np.zeros(2**24 + 40, np.uint32)

@@ -79,6 +79,7 @@ def test_a_bucket_is_shrunk_as_little_as_a_contraction_allows(code, levels, norm
     np.testing.assert_allclose(nearest, factors[:, None] * plain, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_typical_buckets_arrive_whole():
     x = np.random.default_rng(1).standard_normal(4096).astype(np.float32)
     for code in (
@@ -94,6 +95,7 @@ def test_typical_buckets_arrive_whole():
     assert 0.7 < ratio < 0.75
 
 
+@pytest.mark.slow
 def test_a_code_that_does_not_know_its_error_has_one_factor():
     x = np.random.default_rng(1).standard_normal(200).astype(np.float32)
     kept = jc.scaled(jc.random_k(0.25, unbiased=True))
@@ -119,6 +121,7 @@ def test_what_is_shrunk_keeps_its_extremes():
         assert np.isnan(broken).all()
 
 
+@pytest.mark.slow
 def test_levels_may_be_traced():
     @jax.jit
     def run(x, levels):

@@ -31,6 +31,7 @@ def heavy_tailed(size, seed=0):
 # top_k
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("density", [0.002, 0.02, 0.3])
 def test_methods_agree(density):
     x = heavy_tailed(10_000)
@@ -176,6 +177,7 @@ def test_the_error_of_the_values_lies_where_the_dropped_entries_do_not():
     assert code.contraction((16,)) == 0.5 / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "bucket"), [(4, 16), (2, 4096)])
 def test_chained_with_levels_that_are_traced(bits, bucket):
     """Levels of a state: ω' is traced, here below 1 and above it."""
@@ -203,6 +205,7 @@ def test_chained_refuses_what_does_not_fit():
         jc.chained(jc.chained(jc.top_k(0.1), jc.qsgd(4)), jc.int8())
 
 
+@pytest.mark.slow
 def test_sparse_loco_is_a_chain():
     """64 of 4096, two bits a value: 10.1 bits an entry, where 12-bit indices make it 14 and more."""
     code = jc.chained(jc.block_top_k(64 / 4096), jc.two_means(block=1024))

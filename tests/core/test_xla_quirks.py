@@ -106,6 +106,7 @@ def find_extremes(arrays):
     return [(largest_entry(x), smallest_entry(x), largest_entry(abs(x)[None], 1)[0]) for x in arrays]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_extremes_are_those_of_numpy_wherever_a_value_is_not_finite(dtype, value):

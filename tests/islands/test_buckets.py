@@ -98,6 +98,7 @@ def test_pieces_that_would_not_be_there_in_time_come_one_after_another(proxy, mo
     assert proxy.most_inside == 1
 
 
+@pytest.mark.slow
 def test_a_run_over_a_server_that_is_busy_a_third_of_the_time_has_the_bits_of_an_undisturbed_one(proxy):
     tx, random = method("4 bits with feedback"), Random(0)
     step = step_of(tx)

@@ -112,7 +112,7 @@ def enter(store, tx, name="b", state=None, **options):
         return island.enter(begin(tx) if state is None else state)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_another_method_is_refused_by_name_before_anything_is_written(pair):
     store, (first, second, message) = islands.memory(), PAIRS[pair]

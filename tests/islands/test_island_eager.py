@@ -159,6 +159,7 @@ def test_eager_needs_overlap():
         pass
 
 
+@pytest.mark.slow
 def test_half_precision_keeps_what_is_under_way():
     tx = jd.local_steps(optax.sgd(RATE), optax.sgd(1.0), sync_period=H, axis=None)
     params = {"w": jnp.zeros((12, 5), jnp.bfloat16)}

@@ -82,7 +82,7 @@ def rates_of(inner):
     return next_steps(state), [next_steps(x) for x in found]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ["MultiSteps", *(name for name in INNERS if name != "MultiSteps")])
 def test_schedules_go_on_at_the_step_of_the_run(name):
     """Fresh, from a checkpoint, and from one that is further on than the run, as of another run."""

@@ -176,6 +176,7 @@ def test_islands_agree_in_every_bit_of_every_fragment(reducer):
         assert_close(global_params(found[name][0]), global_params(found["a"][0]), tolerance=0)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("reducer", ["exact", "4 bits with feedback"])
 def test_a_round_sends_the_bytes_of_its_fragment_alone(reducer):
     found = train_together(islands.memory(), method(reducer, fragments=2), ["a", "b", "c"], 4, keep_every=100)
@@ -422,6 +423,7 @@ def test_a_division_splits_and_joins_every_count():
     jax.tree.map(np.testing.assert_array_equal, (joined, params), (local, coarse_params()))
 
 
+@pytest.mark.slow
 def test_bodies_are_kept_for_eight_rounds_of_each_fragment():
     assert [protocol.most_rounds(2, number) for number in (1, 3)] == [8, 24]
     assert protocol.most_rounds(20, 2) == 20

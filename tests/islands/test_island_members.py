@@ -217,6 +217,7 @@ def test_old_rounds_go_and_a_straggler_jumps_over_them():
         assert report.round == 32
 
 
+@pytest.mark.slow
 def test_an_island_that_slept_for_107_rounds_is_in_step_after_one_meeting():
     """It reads the newest kept parameters and the rounds since, however many there were."""
     tx, calls = method("4 bits with feedback", inner=optax.sgd(0.1)), []
@@ -254,6 +255,7 @@ def test_an_island_may_have_the_name_of_a_record():
     assert (found.round, [one.round for one in found.rounds]) == (2, [0, 1])
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_checkpoint_from_before_the_last_drift_does_not_send_it_again(fragments):
     """The drift of the earlier process counts, and what the checkpoint holds of it is not added to it."""
@@ -339,6 +341,7 @@ def test_an_island_recovers_from_gradients_that_are_not_finite():
     assert max(counts) == 4 * H
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("reducer", ["exact", "low rank"])
 def test_nobody_waits_for_an_island_that_left_with_a_drift_in_the_open_round(reducer):
     """As with `overlap`, which sends the drift of the next round before the steps that it covers."""

@@ -42,6 +42,7 @@ def test_a_round_is_of_one_message_and_the_last_one_merges():
     assert [order.steps_before(number) for number in range(10)] == [0, 0, 0, 2, 2, 2, 4, 4, 4, 6]
 
 
+@pytest.mark.sampled(9)
 @each_reducer
 def test_fixed_members_are_those_of_local_steps_on_a_mesh(reducer):
     """To rounding: the mean of products is the product of the mean."""
@@ -113,6 +114,7 @@ def send_message(island, state):
     assert island._await_commit() is not None
 
 
+@pytest.mark.sampled(9)
 @each_reducer
 def test_an_island_that_enters_between_two_messages_has_the_mean_of_the_first(reducer):
     tx, store = method(reducer, inner=optax.sgd(0.1)), islands.memory()

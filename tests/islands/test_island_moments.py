@@ -121,7 +121,7 @@ def test_a_new_island_counts_in_the_round_that_it_enters_or_the_next(stride, fra
     assert moment > 20
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.slow
 @each_stride
 @pytest.mark.parametrize(
     ("reducer", "overlap", "fragments"),

@@ -413,6 +413,7 @@ def test_the_island_that_opens_a_run_chooses_the_owners(caplog):
     assert len(store.list("means/00000001/")) == 2
 
 
+@pytest.mark.slow
 def test_a_meeting_with_owners_compiles_nothing(monkeypatch):
     VirtualClock(1).rule(monkeypatch)
     tx, store = method(inner=optax.sgd(0.1)), islands.memory()

@@ -32,6 +32,7 @@ def loaded(name, draws):
     return 1.0 + draws.expovariate(2.0)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fragments", [1, FRAGMENTS])
 @pytest.mark.parametrize("request_seconds", [0.02, pytest.param(0.2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pace", [steady, uneven, far_apart, loaded], ids=lambda pace: pace.__name__)

@@ -163,6 +163,7 @@ def entered(store, tx, state, **options):
         yield island, state
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", islands.SharedStore._fields)
 def test_a_request_that_never_ends_holds_no_meeting(kind):
     """As of a folder on a server that is gone; then it ends after all, and nothing is lost or doubled."""
@@ -383,6 +384,7 @@ def test_a_meeting_waits_for_no_clean_up():
     assert not [name for name in base.list("rounds/") if "old-" in name]
 
 
+@pytest.mark.slow
 def test_a_meeting_waits_for_no_listing_of_all_rounds():
     """Commits stay: after a month of them a clean-up lists them for many seconds."""
     base, tx = islands.memory(), method(inner=optax.sgd(0.1))

@@ -126,6 +126,7 @@ def test_a_folder_and_a_dict_give_the_same_bits(tmp_path):
     assert one == other
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("reducer", ["exact", "4 bits with feedback"])
 def test_bytes_are_those_of_the_formula(reducer):
     store, names = islands.memory(), ["a", "b", "c"]

@@ -151,6 +151,7 @@ def _reduced(reducer, state, drift):
     return {"reducer": inner}, reduced.mean
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "options",
     [

@@ -123,6 +123,7 @@ def test_a_worker_that_rests_neither_steps_nor_pulls():
     assert np.asarray(state.inner.value.count).tolist() == [8, 5]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "hidden"),
     [
@@ -142,6 +143,7 @@ def test_attention_with_several_heads_is_no_head(name, hidden):
     assert found == {name: {"w": hidden}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["palsgd", pytest.param("muloco", marks=pytest.mark.slow)])
 def test_simulation_equals_the_mesh(name):
     """Keys and counts of each worker, and states of some leaves only, are placed as any other."""

@@ -68,6 +68,7 @@ def test_equals_the_optimizer_in_memory(x64, count, prefetch, clip):
     np.testing.assert_allclose(run.loss(state, batch), whole_loss(every[-1], batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [
@@ -206,6 +207,7 @@ def live_bytes():
     return sum({x.unsafe_buffer_pointer(): x.nbytes for x in live}.values())
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("clip", [None, 1e-2])
 def test_three_layers_on_the_device(monkeypatch, clip):
     """Beside activations at most three layers: of parameters in the forward pass, with gradient and state afterwards.

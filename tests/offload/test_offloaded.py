@@ -35,7 +35,7 @@ def plain():
     return run("exact")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("spelling", "offload"),
     [("zero:1", None), ("zero:3", None), ("zero:2", "host"), ("exact", "nvme"), ("zero:3", "nvme")],

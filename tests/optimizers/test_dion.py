@@ -56,6 +56,7 @@ def test_at_full_rank_the_momentum_only_decays(shape):
     np.testing.assert_allclose(state.momentum.value, 0.8 * gradient, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_many_workers_are_one_worker_on_the_averaged_gradients(float64):
     gradients = {"w": jnp.asarray(rows(30, 4)), "b": jnp.asarray(rows(30, 4)[..., 0])}
     start = {"w": jnp.zeros((9, 6)), "b": jnp.zeros(9)}

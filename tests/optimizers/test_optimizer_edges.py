@@ -12,7 +12,7 @@ from jaxdist.optimizers import demo, dion, zero_one_adam
 from jaxdist.processes import consistency
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("longest", [2, 4])
 def test_local_steps_of_half_precision_are_not_rounded_away(dtype, longest):
@@ -61,6 +61,7 @@ def test_what_would_fail_later_is_refused(make, message):
         make()
 
 
+@pytest.mark.slow
 def test_geometries_at_the_edges():
     tx = mirror_descent(entropy(), 0.1, axis=None)
     params = {"w": jnp.full((2, 2), 0.5), "empty": jnp.zeros((2, 0))}

@@ -27,7 +27,7 @@ def test_the_wire_carries_what_the_docstring_says(name):
     assert cheapest == (optimizer.cheapest or optimizer.bytes)(8)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @each
 def test_mesh_and_simulation_agree(name):
     """To a rounding of the largest entry of each leaf: residuals are small differences of numbers as large as that."""
@@ -37,6 +37,7 @@ def test_mesh_and_simulation_agree(name):
         assert_close(*(jax.tree.map(np.divide, tree, sizes) for tree in (mine, other)), tolerance=1e-5)
 
 
+@pytest.mark.sampled(6)
 @each
 def test_traced_once_and_the_state_stays_as_it_is(name):
     assert ran(name).traces == 1

@@ -95,7 +95,7 @@ def flushed(pipeline, workers, state):
     return jd.simulate(pipeline.flush, workers)(state, None)[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("workers", "defer"), [(1, 2), (2, 3), (4, 0), (4, 1)])
 def test_the_iterates_are_those_of_synchronous_training(workers, defer):
     (params, opt_state, _), losses = expected(workers)
@@ -112,6 +112,7 @@ def test_the_iterates_are_those_of_synchronous_training(workers, defer):
     assert not any(moved[defer:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inner",
     [

@@ -57,6 +57,7 @@ def test_pair_on_a_mesh(pair):
     assert_close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, params(), g), 1e-6)
 
 
+@pytest.mark.slow
 def test_rolling_on_a_mesh(pair, tmp_path):
     """One all-reduce a wave; saved between two calls and restored, it goes on to the bit; simulated, the same."""
     step, make_state = rolling()

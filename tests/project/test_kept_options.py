@@ -18,6 +18,7 @@ from jaxdist.schedule import Profile, timeline
 from jaxdist.testing import assert_geometry_laws
 
 
+@pytest.mark.slow
 def test_seeds_draw_other_numbers():
     params, inner = {"w": jnp.ones((8, 6))}, optax.sgd(0.1)
     for make in (
@@ -220,6 +221,7 @@ def one_worker(tx, steps):
     return jax.tree.map(lambda x: np.asarray(x[0]), state[0].value)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [

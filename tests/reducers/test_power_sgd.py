@@ -192,12 +192,14 @@ def test_a_cold_start_draws_anew_and_a_warm_one_converges():
     assert left[True][-1] < 1.1 * best < left[False].mean()
 
 
+@pytest.mark.slow
 def test_the_order_of_workers_does_not_matter():
     rows = gradients(5, 4).astype(np.float32)
     feedback = jd.error_feedback(reducer(2))
     np.testing.assert_allclose(trajectory(feedback, rows)[0], trajectory(feedback, rows[:, ::-1])[0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_device_holds_the_same_bits():
     for state in ran("feedback of power_sgd").mesh[1:]:
         for leaf in jax.tree.leaves((state.params, state.opt[0].reducer.reducer)):
@@ -229,6 +231,7 @@ def test_the_shapes_are_those_of_the_paper():
     assert sum(size for name, size in sizes.items() if name not in matrices) == 9_610
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "floats"),
     [(1, 45_935), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 82_260), (4, 154_910), (7, 263_885)))],
@@ -240,6 +243,7 @@ def test_floats_on_the_wire_of_resnet18(mesh, rank, floats):
     assert found.wire_bytes == 2 * 7 / 8 * 4 * floats
 
 
+@pytest.mark.slow
 def test_equal_shapes_share_one_factorisation(mesh):
     def loops(layers):
         text = compiled_for(mesh, reducer(2), {f"{i}": (12, 9) for i in range(layers)}).as_text()

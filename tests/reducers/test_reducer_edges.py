@@ -17,7 +17,7 @@ AXIS, SIZES = ("pod", "chip"), {"pod": 2, "chip": 2}
 EXACT = jd.exact()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("size", [2**22 - 8, 2**22 + 8, 6_000_000, 2**23 + 8])
 @pytest.mark.parametrize(
     "reducer",
@@ -65,6 +65,7 @@ def test_a_third_level_with_a_state_is_refused_by_name():
         jd.hierarchical(inner=EXACT, outer=inside).init(jnp.zeros(21))
 
 
+@pytest.mark.slow
 def test_two_levels_count_what_the_program_sends():
     mesh, size = jd.make_mesh({"pod": 4, "chip": 2}), 8000
     reducer = jd.hierarchical(inner=EXACT, outer=jd.two_shot(jd.qsgd(4)))
@@ -82,6 +83,7 @@ def test_two_levels_count_what_the_program_sends():
     assert float(jd.transforms.stats(state)["bytes"]) == pytest.approx(compiled, rel=1e-3)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("warm_up", [{}, {"warmup_densities": (0.5,), "warmup_steps": 1}], ids=["now", "warm-up"])
 def test_a_worker_that_takes_no_part_keeps_its_momentum(warm_up):
     reducer, x = jd.reducers.dgc(0.25, **warm_up), jnp.array([1.0, 4.0, 2.0, 3.0])
@@ -146,6 +148,7 @@ F16 = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", F16)
 def test_finite_updates_in_float16_have_finite_means(name):
     """What is decoded or accumulated in float32 may exceed 65504; then the largest number takes its place."""

@@ -48,7 +48,7 @@ def test_each_step_sends_what_its_own_reducer_sends(mesh):
     assert words.tolist() == [1.5 * 400, 1.5 * 400 + 3 * CODES["top_k"].bytes(100)]
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_count_around_another_counts_the_branch_that_ran(inside):
     """`with_stats` around `with_stats`, and around branches that have it; statistics count each byte once."""
@@ -66,6 +66,7 @@ def test_a_count_around_another_counts_the_branch_that_ran(inside):
         assert parts == [first, then]
 
 
+@pytest.mark.slow
 def test_a_round_counts_the_branch_that_ran():
     """The count of `local_steps` around that of its reducer, and beside that of an inner optimizer's."""
     switch = jd.reducers.reducer_schedule(jd.exact(), jd.compressed(jd.top_k(0.1)), 1)

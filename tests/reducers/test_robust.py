@@ -173,6 +173,7 @@ def test_half_precision(name):
     np.testing.assert_allclose(found, robust_mean(rows, trim=trim), rtol=1e-3)
 
 
+@pytest.mark.sampled(4)
 @each_robust
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

@@ -57,6 +57,7 @@ def test_several_axes(pods, run, mesh):
     assert on_mesh[0].opt[0].reducer.residual.value["w"].sharding.spec == P(axis)
 
 
+@pytest.mark.slow
 def test_explicit_axes(mesh, run):
     explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     found = train(jd.distribute(make_step(TX), explicit), fresh(TX, explicit))

@@ -126,6 +126,7 @@ def test_nothing_is_lost_or_counted_twice(rule, seed):
         assert max(version - 1 - oldest for _, version, oldest in books.steps) <= 2 * WORKERS - 2
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("rule", ["bsp", "coded bsp"])
 def test_the_very_models_of_a_run_in_which_nobody_died(rule):
     world, undisturbed = (World(RULES[rule], random.Random(5), faults=faults) for faults in (True, False))

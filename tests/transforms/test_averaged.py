@@ -110,7 +110,7 @@ def marks(names):
     return [pytest.param(name, marks=() if name == "sam" else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", marks(CALLING))

@@ -272,6 +272,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_methods_keep_their_marks_in_an_nnx_optimizer(name):
     """Workers that step locally have a model each, which is marked."""

@@ -57,7 +57,7 @@ def moved(after, before):
     return max(float(np.abs(x - y).max()) for x, y in zip(*map(jax.tree.leaves, (after, before)), strict=True))
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_fault_is_a_step_that_did_not_happen(name):
     rng, run = np.random.default_rng(list(METHODS).index(name)), ran(name)
@@ -88,7 +88,7 @@ def with_huge(rng, step, value):
     return found
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_huge_entry_costs_at_most_a_step(name):
     """Finite, and so let in by a guard that looks no further; what a state keeps of it may overflow a step later."""
@@ -109,7 +109,7 @@ def test_a_huge_entry_costs_at_most_a_step(name):
 # ---- each worker guards its own step, and no other hears of it
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", ALONE)
 def test_one_worker_sits_a_step_out(name):
     """What it does then is what `active=False` does, in the step in which workers meet and in the others."""

@@ -50,6 +50,7 @@ def test_against_the_formula_in_float64(k, weighted):
         np.testing.assert_allclose(state.opt[0].inner.reducer.residual.value, residual, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("reducer", [jd.exact(), POWER_SGD], ids=["exact", "power_sgd"])
 def test_mesh_and_simulation_agree(mesh, reducer):
     tx = late(reducer, optax.adam(1e-2))
@@ -195,6 +196,7 @@ def test_the_bytes_stay(mesh, reducer):
     assert sent(late(reducer)) == sent(optax.chain(jd.all_reduce(reducer), optax.sgd(0.1)))
 
 
+@pytest.mark.slow
 def test_no_delay_is_the_program_of_before(mesh):
     plain, zero = jd.all_reduce(TOP_K), jd.all_reduce(TOP_K, delay=0)
     assert jax.tree.structure(plain.init(params())) == jax.tree.structure(zero.init(params()))

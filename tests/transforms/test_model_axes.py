@@ -135,6 +135,7 @@ def test_exact_needs_no_specs(both, flat):
     assert_close(train(tx, both, start(tx, both)).params, train(tx, flat, fresh(tx, flat)).params)
 
 
+@pytest.mark.slow
 def test_each_shard_has_its_own_state(both):
     """top-k keeps a quarter of each shard; residual plus what was sent is the gradient."""
     tx = make(jd.error_feedback(jd.compressed(jd.top_k(0.25))), SPECS)

@@ -74,6 +74,7 @@ def run(tx, where, **options):
     return np.asarray(state[0][VALUES]["amax"])
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_values_are_those_of_the_whole_batch(micro_batches):
     tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.two_shot(jd.qsgd(4)))), optax.adam(0.1))

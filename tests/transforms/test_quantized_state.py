@@ -63,6 +63,7 @@ def test_takes_the_steps_of_the_optimizer(plain, code, within):
     assert [x.shape for x in jax.tree.leaves(state.opt, is_leaf=is_coded) if is_coded(x)] == [(50, 83)] * 2
 
 
+@pytest.mark.slow
 def test_evenly_spaced_numbers_would_not_do():
     """A small second moment becomes zero, and Adam divides by it: the first step of it is a thousand times too long."""
     grads = {"w": jnp.geomspace(1e-4, 1.0, 4096)}

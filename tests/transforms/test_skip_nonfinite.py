@@ -30,7 +30,7 @@ def run(mesh):
     return jd.distribute(make_step(guarded()), mesh, donate=False)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("value", "worker"), [(np.nan, 0), (np.inf, 5), (-np.inf, 7), (1e25, 2)])
 def test_a_poisoned_step_does_not_happen(mesh, run, value, worker):
     state, _ = run(fresh(guarded(), mesh), batch())

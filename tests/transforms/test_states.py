@@ -99,6 +99,7 @@ def test_orbax_by_itself(states, tmp_path):
     assert_close(found, states, tolerance=0)
 
 
+@pytest.mark.slow
 def test_flax_serialization(states):
     """In bytes and back, in every bit, with the marks of the example."""
     found = serialization.from_bytes(blank(states), serialization.to_bytes(states))

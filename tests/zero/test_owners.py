@@ -157,7 +157,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("workers", [4, 2, 3, 8, 1])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_the_optimizer(name, workers):
@@ -247,6 +247,7 @@ def test_a_step_without_examples_changes_nothing():
     assert_close(idle.opt.inner, state.opt.inner, 0)
 
 
+@pytest.mark.slow
 def test_fewer_and_more_workers_go_on():
     """The state is cut as that of any optimizer: owners keep nothing, so that resizing knows nothing of them."""
     start, tx = equal_matrices(5, 6), jd.zero_redundancy(optax.contrib.muon(1e-2))

@@ -108,6 +108,7 @@ def test_the_laws_see_pieces_of_a_wrong_length():
         assert_reducer_laws(two_shot._replace(forms=two_shot.forms._replace(shards=lambda groups: two_shot)), steps=1)
 
 
+@pytest.mark.slow
 def test_two_levels_give_the_same_pieces():
     """qgZ with codes that lose nothing, and the mean of int8 on both levels; workers own the pieces of `Sharded`."""
     grads = {name: x[0].reshape(2, 2, *SHAPES[name]) for name, x in noise(1).items()}
@@ -133,6 +134,7 @@ def test_two_levels_give_the_same_pieces():
         np.testing.assert_allclose(found["reduce"][name][1, 1], expected, atol=0.02)
 
 
+@pytest.mark.slow
 def test_feedback_inside_telescopes(monkeypatch):
     """What 2-bit gradients delivered, and the mean of what workers hold, is all there was; in three buckets."""
     monkeypatch.setattr(shards, "BUCKET_BYTES", 4)

@@ -92,6 +92,7 @@ def check_sharding(tree, specs, kind):
         assert tree[name].sharding.is_equivalent_to(sharding, tree[name].ndim), name
 
 
+@pytest.mark.sampled(9)
 @KINDS
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_takes_the_steps_of_one_device(kind, stage):

@@ -143,6 +143,7 @@ def test_bytes_and_memory():
     assert analysis.memory(program).arguments == pytest.approx(4 * (entries + 2 * entries / 4), rel=0.02)
 
 
+@pytest.mark.slow
 def test_stage_2_needs_less_memory(mesh, monkeypatch):
     """Gradients leave as they arise, and never exist all at once."""
     monkeypatch.setattr(shards, "BUCKET_BYTES", 4 * 128**2)
@@ -232,6 +233,7 @@ def test_every_stage_on_any_number_of_workers(name, stage, monkeypatch):
         assert_close(found, expected, 1e-6)
 
 
+@pytest.mark.slow
 def test_on_parts():
     """Reductions see no padding; what is not known is gathered; branches and calls are entered."""
 
@@ -261,7 +263,7 @@ def evaluate_on_parts(f, *arrays):
     return jax.tree.map(lambda p: p[2], found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int32", "bool", "float8_e4m3fn"])
 def test_reductions_of_dtypes_without_infinity(dtype):
     """With numbers that have no negative, or that padding must not replace."""

@@ -38,6 +38,7 @@ def sent(stage, weighed):
     return 2 * weighed.parameters + (weighed.parameters - weighed.ends if stage == 3 else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))])
 def test_planned(mesh, stage):
     """By buffer accounting on CPU: the arguments of one device, and what it sends."""
