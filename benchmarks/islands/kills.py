@@ -1,6 +1,7 @@
 """Islands that are killed or stopped: how long the others wait.
 
     python benchmarks/islands kills --kills 10 --stops 3 --pace 0.25 --out benchmarks/reports/NAME    # and --grace 0.5
+    python benchmarks/islands kills --owners 3 --fragments 2 --overlap --out benchmarks/reports/NAME
 
 It plays the slow test of processes for figures. Records of runs add up in a file.
 """
@@ -29,7 +30,8 @@ def measure_kills(options):
         }
         events = {"kills": options.kills, "stops": options.stops, "last_round": options.rounds}
         before, started = os.getloadavg()[0], time.monotonic()
-        chosen = {"pace": options.pace, "grace": options.grace, "seed": options.seed}
+        chosen = {name: getattr(options, name) for name in ("pace", "grace", "seed", "fragments", "owners")}
+        chosen["overlap"] = int(options.overlap)
         found = play_events(Path(folder, "run"), Path(folder), **events, **chosen)
     found |= {"seconds": time.monotonic() - started, "load_before": before, "load_after": os.getloadavg()[0]}
     print(json.dumps(found), flush=True)
@@ -41,6 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stops", type=int, default=15)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds of a step; a round has four")
     parser.add_argument("--grace", type=float, default=TIMEOUT, help="seconds, once two of the three are there")
+    parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--owners", type=int, default=0, help="pieces of a mean, each averaged by one island")
+    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--rounds", type=int, default=0, help="how many at least")
     parser.add_argument("--cache", type=Path, help="a folder for compiled programs")
     parser.add_argument("--seed", type=int, default=0)

@@ -32,7 +32,8 @@ def measure_stops(options):
         }
         before, started = os.getloadavg()[0], time.monotonic()
         with s3_server() if options.bucket else contextlib.nullcontext(str(Path(folder, "run"))) as place:
-            found = play_stops(place, Path(folder), seconds=options.seconds, overlap=int(options.overlap))
+            chosen = {"fragments": options.fragments, "owners": options.owners, "overlap": int(options.overlap)}
+            found = play_stops(place, Path(folder), seconds=options.seconds, **chosen)
     found |= {"bucket": options.bucket, "seconds": time.monotonic() - started}
     found |= {"load_before": before, "load_after": os.getloadavg()[0]}
     print(json.dumps(found), flush=True)
@@ -43,6 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of a stop")
     parser.add_argument("--bucket", action="store_true", help="over moto instead of a folder")
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--owners", type=int, default=0, help="pieces of a mean, each averaged by one island")
     parser.add_argument("--out", type=Path)
 
 

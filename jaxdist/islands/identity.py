@@ -1,8 +1,9 @@
 """Which run a store holds: its number, and the model and method of all of its islands, by what these compute.
 
-Shapes cannot tell two quantizers of equal bytes apart, nor momentum from Nesterov momentum. So `run.json` also has the
-programs of a round as text, with every number in them, and the bits that they give on inputs that all islands make
-alike. Both are of decoding and of the outer step: what the steps of an island do between rounds is its own affair.
+`run.json` has the number of the run, and `methods/NUMBER.json` describes the rest. Shapes cannot tell two quantizers of
+equal bytes apart, nor momentum from Nesterov momentum. So it also has the programs of a round as text, with every
+number in them, and the bits that they give on inputs that all islands make alike. Both are of decoding and of the outer
+step: what the steps of an island do between rounds is its own affair.
 """
 
 import enum

@@ -804,10 +804,11 @@ class Island:
 
     def _warn_if_alone(self, commit: Commit, outbox: Outbox) -> None:
         is_lonely = len(commit.members) == 1 and bool(commit.missing)
-        if is_lonely and not self._is_lonely:
+        if is_lonely:
             seconds = outbox.upload_seconds
             limit = "grace" if self._options.grace < math.inf else "round_timeout"
-            logger.warning(
+            logger.log(
+                logging.DEBUG if self._is_lonely else logging.WARNING,
                 "round %d has one member, %s, and %s came too late for %s=%g s%s: raise %s, or send less (a reducer of "
                 "fewer bits, a longer sync_period)",
                 self._replay.round - 1,

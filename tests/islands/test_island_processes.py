@@ -154,12 +154,13 @@ def test_all_processes_of_an_island_are_told_that_it_cannot_join(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("fragments", "owners"), [(1, 0), (2, 0), (1, 3)])
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
-def test_a_stop_in_any_part_of_a_round_holds_the_others_once(kind, overlap, tmp_path):
+def test_a_stop_in_any_part_of_a_round_holds_the_others_once(kind, overlap, fragments, owners, tmp_path):
     """For ten seconds, of two timeouts; then the island comes back."""
     with s3_server() if kind == "bucket" else contextlib.nullcontext(str(tmp_path / "run")) as place:
-        found = play_stops(place, tmp_path, overlap=overlap)
+        found = play_stops(place, tmp_path, overlap=overlap, fragments=fragments, owners=owners)
     print(found)
     assert found["longest_wait_seconds"] <= TIMEOUT + 1
     # What it had under way when it was stopped may count in the meeting after that.
@@ -167,20 +168,23 @@ def test_a_stop_in_any_part_of_a_round_holds_the_others_once(kind, overlap, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pace", [0.0, 0.25])
-def test_kills_and_stops_of_owners(tmp_path, pace):
-    found = play_events(tmp_path / "run", tmp_path, kills=8, stops=2, pace=pace, owners=3)
-    print(found)
-    assert found["rounds_seen_by_two_or_more"] >= 5
-    assert found["longest_wait_seconds"] <= TIMEOUT + 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("grace", [TIMEOUT, 0.5])
-@pytest.mark.parametrize(("pace", "fragments", "overlap"), [(0.0, 1, 0), (0.25, 1, 0), (0.0, 2, 0), (0.25, 2, 1)])
-def test_fifty_kills_and_fifteen_stops(tmp_path, pace, fragments, overlap, grace):
+@pytest.mark.parametrize(
+    ("pace", "fragments", "overlap", "owners"),
+    [
+        (0.0, 1, 0, 0),
+        (0.25, 1, 0, 0),
+        (0.0, 2, 0, 0),
+        (0.25, 2, 0, 0),
+        (0.25, 2, 1, 0),
+        (0.0, 1, 0, 3),
+        (0.25, 1, 0, 3),
+        (0.25, 2, 1, 3),
+    ],
+)
+def test_fifty_kills_and_fifteen_stops(tmp_path, pace, fragments, overlap, owners, grace):
     """No survivor ends or restarts, and the protocol holds none for longer than the timeout and a second."""
-    options = {"fragments": fragments, "overlap": overlap, "grace": grace, "last_round": 400}
+    options = {"fragments": fragments, "overlap": overlap, "owners": owners, "grace": grace, "last_round": 400}
     found = play_events(tmp_path / "run", tmp_path, kills=50, stops=15, pace=pace, **options)
     print(found)
     assert found["rounds"] >= 300

@@ -589,6 +589,7 @@ def test_an_island_that_cannot_keep_up_is_told_how_far_it_has_come():
 
 
 def test_a_lonely_round_is_told_once_with_what_mends_it(caplog):
+    """Later ones have a record that warns nobody."""
     store, tx = islands.memory(), method(inner=optax.sgd(0.1))
     with (
         islands.join(store, tx, name="gone", round_timeout=0.05) as gone,
@@ -598,9 +599,12 @@ def test_a_lonely_round_is_told_once_with_what_mends_it(caplog):
         state = here.enter(begin(tx))
         for _ in range(5):
             state, _ = here.meet(state)
-    told = [record.getMessage() for record in caplog.records if "has one member" in record.getMessage()]
-    assert len(told) == 1
-    assert "gone came too late for round_timeout=0.05 s" in told[0]
+        caplog.set_level(logging.DEBUG, logger="jaxdist.islands")
+        alone = protocol.Commit("here", "", (protocol.Member("here", "", 1, None, 1, 1),), ("gone",), (), (), ())
+        here._warn_if_alone(alone, here._outbox)
+    told = [record for record in caplog.records if "has one member" in record.getMessage()]
+    assert [record.levelno for record in told] == [logging.WARNING, logging.DEBUG]
+    assert "gone came too late for round_timeout=0.05 s" in told[0].getMessage()
 
 
 def test_a_drift_that_no_round_can_count_any_more_is_sent_again():

@@ -153,6 +153,19 @@ def test_signals_are_passed_on_and_nothing_is_restarted(start, tmp_path, number,
     assert (job.returncode, sorted(out.splitlines()), err) == (0, ["[0] saved", "[1] saved"], "")
 
 
+def test_what_begins_ends_by_a_signal_without_a_stack_of_the_launcher(tmp_path):
+    """Until its program runs, it runs a script of the launcher, which imports modules."""
+    with worker.printers(tmp_path) as outputs:
+        for number in range(12):
+            begun = worker.start(["sleep", "60"], number, os.environ, tmp_path / f"{number}.log", outputs)
+            time.sleep(0.005 * number)
+            begun.process.send_signal(signal.SIGINT)
+            assert begun.process.wait() == -signal.SIGINT
+            worker.finish(begun)
+            begun.reader.join()
+    assert {path.read_text() for path in tmp_path.iterdir()} == {""}
+
+
 @pytest.mark.slow
 def test_sigterm_after_a_warning_is_the_first_one(start, tmp_path):
     """Slurm sends SIGUSR1 some time before SIGTERM, which must not end at once what still saves."""

@@ -29,6 +29,16 @@ POINTS = (
     "before delete_many",
     "after delete_many",
 )
+# With owners an island reads pieces of bodies, and creates pieces of the mean.
+OWNERS_POINTS = (
+    *(point for point in POINTS if " get " not in point),
+    "before get_range bodies/",
+    "after get_range bodies/",
+    "before create means/",
+    "after create means/",
+    "before get means/",
+    "after get means/",
+)
 
 
 class Job:
@@ -127,7 +137,7 @@ def protocol_seconds(report):
     return report["wait_seconds"] - report["machine_seconds"]
 
 
-def play_stops(place, log, *, points=POINTS, seconds=10.0, overlap=0, pace=0.1):
+def play_stops(place, log, *, seconds=10.0, overlap=0, fragments=1, owners=0, pace=0.1):
     """Three islands, of which one is stopped for so many seconds at each of these points.
 
     None may end, all must have the same bits, and the one that was stopped must count again.
@@ -135,7 +145,8 @@ def play_stops(place, log, *, points=POINTS, seconds=10.0, overlap=0, pace=0.1):
     Returns:
       How long the others waited, and for how many of its meetings the stopped one did not count.
     """
-    options = {"log": log, "pace": pace, "overlap": overlap}
+    points = OWNERS_POINTS if owners else POINTS
+    options = {"log": log, "pace": pace, "overlap": overlap, "fragments": fragments, "owners": owners}
     jobs = [Job(place, name, 10**9, len(NAMES), points=points if name == NAMES[0] else (), **options) for name in NAMES]
     stopped, others = jobs[0], jobs[1:]
     meetings = []
@@ -160,6 +171,8 @@ def play_stops(place, log, *, points=POINTS, seconds=10.0, overlap=0, pace=0.1):
         "points": list(points),
         "stop_seconds": seconds,
         "overlap": overlap,
+        "fragments": fragments,
+        "owners": owners,
         "pace": pace,
         "timeout_seconds": TIMEOUT,
         "rounds": newest_round(jobs),
@@ -217,6 +230,9 @@ def play_events(folder, log, *, kills, stops, pace, seed=0, last_round=0, **opti
     seen = collections.Counter(report["round"] for report in reports)
     return {
         "pace": pace,
+        "fragments": options.get("fragments", 1),
+        "overlap": options.get("overlap", 0),
+        "owners": options.get("owners", 0),
         "seed": seed,
         "kills": kills,
         "stops": stops,

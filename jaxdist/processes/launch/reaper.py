@@ -40,6 +40,22 @@ def die_with_parent(command: Sequence[str]) -> list[str]:
     return [*SCRIPT, str(os.getpid()), *command] if sys.platform.startswith("linux") else list(command)
 
 
+@contextlib.contextmanager
+def holding_interrupts() -> Iterator[None]:
+    """Holds SIGINT back, also in a process that starts meanwhile: until `die_with_parent` runs the program.
+
+    Python would raise it as an exception in the script that does so, and print a stack that is none of the program.
+    """
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def groups_alive(lines: Iterable[str]) -> set[int]:
     """Returns the groups that were noted as alive and not as ended."""
     groups: set[int] = set()
@@ -61,6 +77,9 @@ def main(arguments: Sequence[str]) -> None:
     # The parent died before the call, which then has no effect.
     if os.getppid() != int(parent):
         sys.exit(1)
+    # What `holding_interrupts` has held back ends this process, as it ends the program before its first line.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.execvp(command[0], command)
 
 

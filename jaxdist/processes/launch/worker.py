@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from .reaper import die_with_parent
+from .reaper import die_with_parent, holding_interrupts
 
 LAST_LINES = 20
 LONGEST_LINE = 1 << 16  # a longer one is cut
@@ -193,14 +193,15 @@ def start(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("wb", buffering=0)
-    process = subprocess.Popen(
-        die_with_parent(command),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    with holding_interrupts():
+        process = subprocess.Popen(
+            die_with_parent(command),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
     assert process.stdout is not None
     assert process.stderr is not None
     pipes = [Pipe(process.stdout, outputs[0]), Pipe(process.stderr, outputs[1])]

@@ -1,10 +1,10 @@
 """One process of an island.
 
-`island.py FOLDER NAME ROUNDS BEGIN_WITH OVERLAP FRAGMENTS TIMEOUT GRACE PACE PATIENCE [POINTS]`: `FOLDER` may be the
-address of an S3 server, `OVERLAP` is 0 or 1, a `GRACE` less than `TIMEOUT` begins with two islands, and `PACE` is the
-time to sleep in each step. At each of the `POINTS`, joined by commas, the process stops itself. At SIGTERM it sends its
-progress and leaves. Each process prints one JSON line for each meeting: the report, and in `machine_seconds` how much
-of its wait was the machine's and not the protocol's.
+`island.py FOLDER NAME ROUNDS BEGIN_WITH OVERLAP FRAGMENTS OWNERS TIMEOUT GRACE PACE PATIENCE [POINTS]`: `FOLDER` may be
+the address of an S3 server, `OVERLAP` is 0 or 1, a `GRACE` less than `TIMEOUT` begins with two islands, and `PACE` is
+the time to sleep in each step. At each of the `POINTS`, joined by commas, the process stops itself. At SIGTERM it sends
+its progress and leaves. Each process prints one JSON line for each meeting: the report, and in `machine_seconds` how
+much of its wait was the machine's and not the protocol's.
 """
 
 import json
@@ -109,7 +109,7 @@ class StopPoints:
     def _reach_call(self, when, kind, arguments):
         # A deletion has no name: it is of many.
         name = arguments[0] if isinstance(arguments[0], str) else ""
-        for part in ("bodies/", "drift/", "commit"):
+        for part in ("bodies/", "drift/", "commit", "means/"):
             if part in name:
                 self.reach(f"{when} {kind} {part}")
         self.reach(f"{when} {kind}")
