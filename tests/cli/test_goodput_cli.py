@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxdist._cli import main as cli
+from jaxdist._cli.commands import goodput as command
 from jaxdist.analysis import goodput
 
 FEW = ["goodput", "--chips", "512", "--slice", "64", "--mtbf", "30d", "--repair", "1h", "--islands", "2", "4"]
@@ -34,6 +35,13 @@ def test_goodput_prints_every_scheme_and_draws(tmp_path, capsys):
     assert "one failure or preemption in 1.4 h" in printed
     assert "tokens" not in printed
     assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("chips", "names"), [("1024", ["4", "16"]), ("512", ["4", "8"]), ("128", ["2"]), ("64", [])])
+def test_by_default_there_are_as_many_islands_as_slices_allow(chips, names):
+    chosen = command.GoodputOptions(chips=int(chips), slice=64)
+    found = command._list_schemes(chosen, chosen.chips // chosen.slice)
+    assert [name.split()[0] for name in found if "islands" in name] == names
 
 
 def test_goodput_has_a_price(tmp_path, capsys):

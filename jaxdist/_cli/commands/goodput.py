@@ -3,9 +3,10 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+import tyro
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
 from rich.console import Console
@@ -27,6 +28,8 @@ PARTS = {
     "absent": ("#B8B8B8", "slices away or spare"),
 }
 POINTS = 48
+# Compared by default.
+ISLANDS = (4, 16)
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class GoodputOptions:
     """A training step."""
     spares: Integer = None
     """Idle slices of synchronous training. Default: three deviations above what is away on average."""
-    islands: tuple[int, ...] = (4, 16)
-    """Numbers of islands to compare."""
+    islands: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...", help_behavior_hint="")] = ()
+    """Numbers of islands to compare. Default: 4 16, at most one a slice."""
     period: int = 50
     """Steps of a round of islands."""
     fragments: int = 1
@@ -117,7 +120,7 @@ def run_goodput(chosen: GoodputOptions) -> None:
     console = new_console()
     path = path_in(chosen.out, "goodput.png")
     with console.status("simulating failures"):
-        rows = [_simulate(chosen, fleet, name, scheme) for name, scheme in _list_schemes(chosen).items()]
+        rows = [_simulate(chosen, fleet, name, scheme) for name, scheme in _list_schemes(chosen, fleet.slices).items()]
     preempted = f", preemptions of a slice every {chosen.preemption}" if chosen.preemption else ""
     title = f"{fleet.chips:,} chips, slices of {fleet.slice_chips}, a failure of a chip every {chosen.mtbf}{preempted}"
     console.print(title, style="bold", highlight=False)
@@ -141,7 +144,7 @@ def _make_fleet(chosen: GoodputOptions) -> Fleet:
     return goodput.fleet(chosen.chips, mtbf=mtbf, slice_chips=chosen.slice, **times)
 
 
-def _list_schemes(chosen: GoodputOptions) -> dict[str, Scheme]:
+def _list_schemes(chosen: GoodputOptions, slices: int) -> dict[str, Scheme]:
     """Every scheme by its name, without spare slices, whose number depends on the fleet."""
     shrink = goodput.elastic(resize=parse.parse_duration("--resize", chosen.resize))
     rounds = {
@@ -154,7 +157,8 @@ def _list_schemes(chosen: GoodputOptions) -> dict[str, Scheme]:
         "bandwidth": math.inf if chosen.link is None else float(parse.parse_link(chosen.link).bandwidth),
     }
     schemes = {"synchronous": goodput.synchronous(), "elastic, restarts": goodput.elastic()}
-    islands = {f"{count} islands": goodput.islands(count, inner=shrink, **rounds) for count in chosen.islands}
+    counts = chosen.islands or sorted({min(count, slices) for count in ISLANDS} - {1})
+    islands = {f"{count} islands": goodput.islands(count, inner=shrink, **rounds) for count in counts}
     return schemes | {"elastic, shrinks": shrink} | islands
 
 
