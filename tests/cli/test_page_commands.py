@@ -1,38 +1,19 @@
 """Every `jaxdist` command in a shell block of a page: the parser takes its options, and the names in it exist.
 
-None of them is run here, since most train for minutes, or need a pod, a bucket or a scheduler. Those that are run are
-in the tests of their page (`test_idea_page.py`, `test_own_models.py`, `test_own_steps.py`), of `launch`, and of the
-command itself.
+None of them is run here; `test_page_runs.py` runs those that do not need a pod, a bucket or a scheduler.
 """
 
-import re
 import shlex
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from paths import REPOSITORY
+from page_commands import commands
 
 from jaxdist._cli import main as cli
 from jaxdist._cli.spellings import parse
 from jaxdist.processes.launch import __main__ as launcher
 
-BLOCK = re.compile(r"^ *```shell\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"(?:.* )?(?:\S+/)?jaxdist (.*)")
 STEPS = 1000
-
-
-@cache
-def commands():
-    """The words of each command, with the pages that show it."""
-    found = {}
-    for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]:
-        for block in BLOCK.findall(page.read_text()):
-            for line in block.replace("\\\n", " ").splitlines():
-                # What the shell does with the output, and its variables, is not the command's.
-                if command := COMMAND.fullmatch(re.sub(r" [#>].*", "", line.strip()).replace("$rate", "1e-3")):
-                    found.setdefault(tuple(shlex.split(command[1])), []).append(page.name)
-    return {words: pages for words, pages in found.items() if not words[0].startswith("#")}
 
 
 def parsed(words, monkeypatch):

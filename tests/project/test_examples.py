@@ -1,7 +1,6 @@
 """Every example runs as its docstring says, and prints what it promises."""
 
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from paths import REPOSITORY
+from readers_modules import readers_environment
 from transcripts import DECIMAL, assert_alike
 
 import jaxdist as jd
@@ -63,13 +63,8 @@ def test_all_examples_are_tested_and_short():
 
 def start(command):
     """Runs a command with the settings of a reader, and returns what it prints."""
-    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
-    # Devices are the example's business; with how much effort to compile is ours.
-    flags = [flag for flag in environment.pop("XLA_FLAGS", "").split() if "device_count" not in flag]
-    environment["XLA_FLAGS"] = " ".join(flags)
-    run = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
+    options = {"capture_output": True, "text": True, "timeout": 300, "env": readers_environment()}
+    run = subprocess.run([sys.executable, *command], check=False, **options)
     assert run.returncode == 0, run.stderr[-2000:]
     return run.stdout
 

@@ -1,6 +1,7 @@
-"""Modules of a reader, as a command finds them in its working directory."""
+"""Modules of a reader, as a command finds them in its working directory, and a reader's environment."""
 
 import contextlib
+import os
 import sys
 
 
@@ -14,3 +15,13 @@ def modules_in(folder, monkeypatch, **sources):
     yield folder
     for path in folder.glob("*.py"):
         sys.modules.pop(path.stem, None)
+
+
+def readers_environment():
+    """The variables of this process, without the number of devices that our tests have: that is the program's business.
+
+    With how much effort to compile is ours.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    flags = [flag for flag in environment.pop("XLA_FLAGS", "").split() if "device_count" not in flag]
+    return environment | {"XLA_FLAGS": " ".join(flags)}
