@@ -92,6 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"jaxdist {__version__}, jax {version('jax')}, Python {platform.python_version()}")
         return 0
     try:
+        if given and given[0] in ("compare", "train") and "--step" in given:
+            raise ValueError(
+                f"--step is for plan and advise: {given[0]} trains, and a step has neither first parameters nor data. "
+                "Give the model as --model MODULE:FUNCTION, which returns (loss, params, batch)"
+            )
         if given and not given[0].startswith("-") and given[0] not in COMMANDS:
             grammar.refuse_name("command", given[0], given[0], [*COMMANDS, "launch"])
         settings: dict[str, Any] = {

@@ -136,7 +136,12 @@ def mesh_of(target: str, num_slices: int = 1, axes: Mapping[str, int] | None = N
     """
     name = check_target(target, num_slices)
     if name == OWN:
-        return cost.CHIPS[STAND_IN], pods.gpu(target.replace(OWN, STAND_IN, 1), axes)
+        stand_in = target.replace(OWN, STAND_IN, 1)
+        try:
+            return cost.CHIPS[STAND_IN], pods.gpu(stand_in, axes)
+        except ValueError as problem:
+            # Nobody has named that chip.
+            raise ValueError(str(problem).replace(stand_in, target)) from problem
     if name in pods.GPUS:
         return cost.CHIPS[name], pods.gpu(target, axes)
     if axes is not None:

@@ -12,9 +12,7 @@ from .._core.pinned import explain_pinned_limit
 from ..analysis.cost import Chip
 from ..offload.nvme.files import Store
 from . import planning
-from .models.base import TrainingMethod, Workload
-from .models.gpt import GPTConfig
-from .models.text import text_workload
+from .models.base import EqualLayers, TrainingMethod, Workload
 from .training.one_worker import Offload, check_combination
 
 # The folder is never made: nothing is written.
@@ -48,7 +46,7 @@ def plan_nvme(target: str, workload: Workload, method: TrainingMethod, **options
 
 def plan_layers(
     target: str,
-    config: GPTConfig,
+    layered: EqualLayers,
     method: TrainingMethod,
     *,
     place: Literal["disk", "host"] = "disk",
@@ -70,24 +68,22 @@ def plan_layers(
             f"{devices}: use --zero 3, with --offload host or nvme"
         )
     settings: dict[str, Any] = {"chip": chip, "batch_size": batch_size}
-    one, two = (
-        planning.plan(target, text_workload(config._replace(layers=n)), method, offload=DISK, **settings)
-        for n in (1, 2)
-    )
-    width, state = _entry_bytes(text_workload(config)), _state_bytes(method.optimizer)
+    one, two = (planning.plan(target, layered.with_layers(n), method, offload=DISK, **settings) for n in (1, 2))
+    width, state = _entry_bytes(layered.with_layers(layered.count)), _state_bytes(method.optimizer)
     # The parts that are in memory alone: a layer, or the embedding and the head, at most both of these.
     layer = two.parameters - one.parameters
     largest = max(layer, one.parameters - layer)
-    parameters = one.parameters + (config.layers - 1) * layer
+    more = layered.count - 1
+    parameters = one.parameters + more * layer
     device = {
         "parameters": BUFFERS * largest * width,
         "gradients": largest * width,
         "batch": one.device_bytes.get("batch", 0.0),
         "temporaries": one.device_bytes.get("temporaries", 0.0),
     }
-    # The host keeps the input of each layer for the backward pass, in float32, for all of its devices.
+    # The host keeps the input of each layer for the backward pass, for all of its devices.
     examples = one.devices if batch_size is None else batch_size
-    inputs = 4.0 * config.layers * examples * config.context * config.width
+    inputs = layered.count * examples * layered.input_bytes
     host = {"buffers": BUFFERS * largest * (width + state), "gradients": largest * width, "inputs of layers": inputs}
     # Read in both passes, and once in the backward pass.
     read, written = parameters * (2.0 * width + state), parameters * (width + state)
@@ -100,8 +96,8 @@ def plan_layers(
     peak = float(sum(device.values()))
     # The backward pass computes each layer again: four passes in place of three. From a disk parameters cross twice,
     # inputs and gradients once each way; from the host what is read and the inputs, while the rest goes back.
-    computed = 4 / 3 * (one.compute_seconds + (config.layers - 1) * (two.compute_seconds - one.compute_seconds))
-    waiting = one.exposed_seconds + (config.layers - 1) * (two.exposed_seconds - one.exposed_seconds)
+    computed = 4 / 3 * (one.compute_seconds + more * (two.compute_seconds - one.compute_seconds))
+    waiting = one.exposed_seconds + more * (two.exposed_seconds - one.exposed_seconds)
     crossed = 3.0 * parameters * width + 2 * inputs / one.devices
     if place == "host":
         crossed = read + inputs / one.devices
@@ -118,8 +114,8 @@ def plan_layers(
         seconds=max(computed + waiting, crossing),
         compute_seconds=computed,
         exposed_seconds=waiting,
-        flops=4 / 3 * (one.flops + (config.layers - 1) * (two.flops - one.flops)),
-        wire_bytes=one.wire_bytes + (config.layers - 1) * (two.wire_bytes - one.wire_bytes),
+        flops=4 / 3 * (one.flops + more * (two.flops - one.flops)),
+        wire_bytes=one.wire_bytes + more * (two.wire_bytes - one.wire_bytes),
         collectives=(),
         links=(),
         spans=(),

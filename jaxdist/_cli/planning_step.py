@@ -1,7 +1,7 @@
 """Plans of a step of the user's own, on a mesh with any axes."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,8 +11,9 @@ from ..analysis.base import Collective
 from ..analysis.collectives import collectives
 from ..analysis.crossing import crossing
 from ..analysis.memory import memory
+from ..reducers.reducer import Reducer
 from . import planning
-from .models.own_step import OwnStep
+from .models.own_step import MakeStep
 
 FEWER = "temporaries are the larger part: fewer examples on each device, jax.checkpoint around layers, or more devices"
 SHARD = (
@@ -31,14 +32,15 @@ ON_HOST = (
 def plan_step(
     target: str,
     name: str,
-    make: Callable[[jax.sharding.Mesh], OwnStep],
+    make: MakeStep,
     *,
+    reducer: Reducer | None = None,
     chip: cost.Chip | None = None,
     axes: Mapping[str, int] | None = None,
     num_slices: int = 1,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> planning.Planned:
-    """Compiles the step that `make(mesh)` returns for a target, and reads memory, bytes and time from the program.
+    """Compiles the step that `make(mesh, reducer)` returns for a target, and reads memory, bytes and time from it.
 
     The mesh is set while the step is made and traced, so that a plain `jax.jit` may name its axes.
 
@@ -49,7 +51,7 @@ def plan_step(
     chip = compiled_for if chip is None else chip
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        step = make(mesh)
+        step = make(mesh, reducer)
         lowered = step.lower(name)
     spelled = target if num_slices == 1 else f"{num_slices} x {target}"
     known: dict[str, Any] = {"target": spelled, "devices": mesh.size, "chip": chip, "parameters": 0}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._core.compat import make_mesh
 from .._core.types import AxisNames, PyTree, State
@@ -141,7 +141,7 @@ def _check_axes(
 def abstract(
     make_state: Callable[[], State],
     batch: PyTree,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     axis: AxisNames = "data",
     specs: PyTree | None = None,
@@ -152,7 +152,7 @@ def abstract(
     Args:
       make_state: makes the state, as for `init_state`; it is only traced.
       batch: the whole batch of all workers, arrays or shapes.
-      mesh: the mesh, of devices or of `tpu` or `gpu`.
+      mesh: the mesh, of devices or of `tpu` or `gpu`; an `AbstractMesh` for a step that is only traced.
       axis: the axis or axes of the workers.
       specs: as for `init_state`.
       batch_specs: as for `distribute`.
@@ -167,7 +167,7 @@ def abstract(
     """
     workers(mesh, axis)
     # As `init_state` does: a reducer on shards reads the sizes of the axes.
-    with jax.set_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         shapes = jax.eval_shape(lambda: init_state(make_state, dict(mesh.shape), axis=axis))
     state = jax.tree.map(_with_sharding, shapes, shardings(shapes, mesh, axis=axis, specs=specs))
     axes = axis_tuple(axis)

@@ -47,7 +47,9 @@ def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
     return map_marked(lambda marks, _: spec_of(marks), bind(state, axis))
 
 
-def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data", specs: PyTree | None = None) -> PyTree:
+def shardings(
+    state: State, mesh: Mesh | AbstractMesh, *, axis: AxisNames = "data", specs: PyTree | None = None
+) -> PyTree:
     """The tree of `NamedSharding`s of a state; leaves inside `OnHost` get memory kind `pinned_host`.
 
     Args:

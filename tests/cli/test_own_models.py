@@ -2,16 +2,18 @@
 
 import csv
 import re
+from importlib import import_module
 
 import jax
 import numpy as np
+import optax
 import pytest
 from paths import REPOSITORY
 from readers_modules import modules_in
 
 import jaxdist as jd
 from jaxdist._cli import main as cli
-from jaxdist._cli import planning
+from jaxdist._cli import planning, planning_disk
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import one_worker
 
@@ -19,6 +21,7 @@ PAGE = (REPOSITORY / "docs" / "reference" / "cli_runs.md").read_text()
 SECTION = PAGE[PAGE.index("## A model of your own") : PAGE.index("## Machines that are not attached")]
 MODULE = """
 import jax, jax.numpy as jnp, numpy as np
+from jaxdist import offload
 
 rows = np.arange(60.0, dtype=np.float32).reshape(20, 3)
 
@@ -33,6 +36,22 @@ def arrays():
 
 def functions():
     return loss, lambda key: w, lambda seed, step, size: rows[:size] + seed % 7 + step
+
+def of_layers(count: int = 2, key="layers"):
+    stack = offload.LayerStack(
+        embed=lambda p, batch: batch @ p["w"],
+        layer=lambda p, x: x + jnp.tanh(x @ p["w"]),
+        head=lambda p, x, batch: jnp.mean((x @ p["w"] - 1) ** 2),
+    )
+    init = lambda key_: {
+        "embed": {"w": jnp.ones((3, 8)) / 10},
+        key: [{"w": jnp.eye(8) / (i + 1)} for i in range(count)],
+        "head": {"w": jnp.ones((8, 1)) / 10},
+    }
+    return stack, init, rows
+
+def stack_alone():
+    return of_layers()[0]
 
 def pair():
     return loss, w
@@ -105,6 +124,8 @@ def test_given_arrays_and_functions(folder):
         ("own_models:pair", "own_models:pair returned a tuple of 2; return (loss, params, batch): loss(params, batch)"),
         ("own_models:named", "returned a dict; return"),
         ("own_models:no_loss", "returned a tuple of 3; return"),
+        ("own_models:stack_alone", "own_models:stack_alone returned a LayerStack; return (loss, params, batch)"),
+        ("own_models:of_layers:key=blocks", "its loss fails: KeyError: 'layers'; return (stack, params, batch)"),
         ("own_models:no_params", "returned params without arrays"),
         ("own_models:text_params", "with other things among them"),
         ("own_models:uneven", "whose arrays have 3, 20 examples: all must have the same number"),
@@ -160,7 +181,38 @@ def test_the_reference_plans(folder, monkeypatch, capsys):
     assert "my_model:make:4096, 69,632 parameters, on 1 rtx4090" in said
     assert "examples/s" in said
     assert cli.main([*commands()["plan"], "--offload", "host_layers"]) == 2
-    assert "has one function for all of its layers" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "my_model:make:4096 returned one function for all of its layers" in refused
+    assert "return (stack, params, batch): stack, a jaxdist.offload.LayerStack" in refused
+
+
+def test_layers_of_ones_own_are_planned_one_by_one(folder, monkeypatch, capsys):
+    """Three of forty layers are on the device; the rest, and what enters each layer, is on the host."""
+    mesh = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
+    monkeypatch.setattr(planning.pods, "gpu", lambda target, axes: mesh)
+    layered = parse.parse_layers("own_models:of_layers:40")
+    # An example is 8 entries of float32 between two layers.
+    assert (layered.count, layered.input_bytes) == (40, 32)
+    method = parse.parse_method("exact", "adam:1e-3")
+    found = planning_disk.plan_layers("rtx4090:1x1", layered, method, place="host", batch_size=4)
+    assert found.parameters == 24 + 40 * 64 + 8
+    assert found.device_bytes["parameters"] == 3 * 64 * 4
+    assert found.device_bytes["optimizer state"] == 3 * 64 * 8
+    assert found.host_bytes["parameters"] == 4 * found.parameters
+    assert found.host_bytes["inputs of layers"] == 40 * 4 * 32
+    assert cli.main(["plan", "--target", "rtx4090:1x1", "--model", "own_models:of_layers", "--offload", "layers"]) == 0
+    assert "own_models:of_layers, 160 parameters" in capsys.readouterr().out
+
+
+def test_a_stack_is_one_loss_for_training(folder):
+    """Its layers in order, as `offload.host_layers` computes them; ZeRO gathers one after the other."""
+    workload = parse.parse_workload("text", "own_models:of_layers:3")
+    stack, init, _ = import_module("own_models").of_layers(3)
+    params, batch = init(None), workload.batch(0, 0, 8)
+    run = jd.offload.host_layers(stack, optax.sgd(0.1))
+    state = run.init(lambda i: params["layers"][i], 3, embed=params["embed"], head=params["head"])
+    np.testing.assert_allclose(workload.loss(params, batch), run.loss(state, batch), rtol=1e-6)
+    compare_stages(workload)
 
 
 @pytest.mark.slow
@@ -173,8 +225,12 @@ def test_its_losses_rank_methods_over_other_links(folder, capsys):
 
 
 def test_zero_gathers_it_as_one_layer(folder):
+    compare_stages(parse.parse_workload("text", "my_model:make"))
+
+
+def compare_stages(workload):
+    """Losses of three steps with sharded parameters are those with replicated ones."""
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
-    workload = parse.parse_workload("text", "my_model:make")
     losses = []
     for spelled in ("exact", "zero:3"):
         worker = one_worker.one_worker(workload, parse.parse_method(spelled, "sgd:0.1"))

@@ -1,6 +1,9 @@
-"""A step of one's own on the command line: the one of the guide, and what is refused by name."""
+"""A step of one's own in `plan` and `advise`: the one of the guide, and what is refused by name."""
 
+import csv
 import re
+import shlex
+from pathlib import Path
 
 import jax
 import pytest
@@ -14,6 +17,8 @@ from jaxdist.analysis import pods
 
 GUIDE = (REPOSITORY / "docs" / "how-to" / "before-you-rent-a-pod.md").read_text()
 SECTION = GUIDE[GUIDE.index("## Your own step") : GUIDE.index("### From Python")]
+PAGE = (REPOSITORY / "docs" / "reference" / "cli_runs.md").read_text()
+REFERENCE = PAGE[PAGE.index("## A step of your own") : PAGE.index("## Chips that fail")]
 MODULE = """
 import jax, jax.numpy as jnp, jaxdist as jd, optax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -35,6 +40,28 @@ def on_host(mesh):
         return state, updates
     state, batch = jd.analysis.pods.abstract(lambda: tx.init(jnp.zeros(64)), rows(mesh), mesh)
     return jd.distribute(step, mesh), state, batch
+
+def reduced(mesh, rows_of_one: int = 16, reducer=jd.exact()):
+    # Gradients of two leaves, and a loss.
+    tx = jd.all_reduce(reducer)
+    def make_state():
+        params = {"w": jnp.zeros((64, 32)), "b": jnp.zeros(32)}
+        return params, tx.init(params)
+    def step(state, batch):
+        params, opt_state = state
+        loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+        loss, grads = jd.local_value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), jax.lax.pmean(loss, "data")
+    batch = jax.ShapeDtypeStruct((rows_of_one * mesh.size, 64), jnp.float32)
+    return jd.distribute(step, mesh), *jd.analysis.pods.abstract(make_state, batch, mesh)
+
+def fixed_batch(mesh, reducer=jd.exact()):
+    step, state, _ = reduced(mesh, reducer=reducer)
+    return step, state, rows(mesh)
+
+def ignored(mesh, reducer=jd.exact()):
+    return reduced(mesh)
 
 def no_mesh():
     pass
@@ -95,9 +122,9 @@ def plan(capsys, *arguments, target="h100:1x4"):
 
 def test_the_guide_is_planned_on_its_axes(folder, capsys):
     """FSDP inside slices and codes between them: the program's bytes by the axis that they cross, and its memory."""
-    status, said, _ = plan(capsys, "--step", "my_step:make:64,bits=4", "--axes", "dcn=2,fsdp=2")
+    status, said, _ = plan(capsys, "--step", "my_step:make:64", "--axes", "dcn=2,fsdp=2")
     assert status == 0
-    assert "my_step:make:64,bits=4, on 4 h100 (h100:1x4, dcn=2,fsdp=2)" in said
+    assert "my_step:make:64, on 4 h100 (h100:1x4, dcn=2,fsdp=2)" in said
     # Parameters and two moments of 2 [64, 256] in float32, of which a device has half, and its rows of the batch.
     held = 3 * 2 * 64 * 256 * 4 / 2 + 64 * 64 * 4
     assert f"arguments {held / 1e3:.1f} kB" in said
@@ -197,7 +224,10 @@ def test_what_is_refused_is_one_line(folder, capsys, step, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--step", "own_steps:mean", "--reducer", "f16"], "--reducer is for the step of --model"),
+        (["--step", "own_steps:mean", "--reducer", "f16"], "mean has no argument for the reducer: write mean("),
+        (["--step", "own_steps:reduced:reducer=f16", "--reducer", "f16"], "names its reducer: leave it out"),
+        (["--step", "own_steps:reduced", "--reducer", "sing"], "did you mean sign?"),
+        (["--step", "own_steps:reduced", "--sync", "diloco:H=5"], "--sync is for the step of --model"),
         (["--step", "own_steps:mean", "--zero", "3"], "--zero is for the step of --model"),
         (["--step", "own_steps:mean", "--axes", "data=3"], "do not make up the 4 devices"),
         (["--step", "own_steps:mean", "--axes", "data"], "--axes must be names with sizes, slow links first"),
@@ -209,3 +239,118 @@ def test_options_that_do_not_go_together_are_refused(folder, capsys, options, sa
     status, _, error = plan(capsys, *options)
     assert status == 2
     assert said in error
+
+
+def test_a_plan_has_another_reducer_in_the_step(folder, capsys):
+    status, said, _ = plan(capsys, "--step", "own_steps:reduced", "--reducer", "two_shot:qsgd:4")
+    assert status == 0
+    assert "own_steps:reduced, two_shot:qsgd:4, on 4 h100" in said
+    assert "all-to-all uint8 4" in said
+
+
+def advise(capsys, *arguments):
+    """Advice for links on which only bytes and hops take time; returns also the rows of the table."""
+    status = cli.main(["advise", "--link", "1mbit,0s", "--compute", "1", "--table", "advice.csv", *arguments])
+    captured = capsys.readouterr()
+    written = Path("advice.csv").read_text().splitlines() if status == 0 else []
+    return status, captured.out, captured.err, {row["name"]: row for row in csv.DictReader(written)}
+
+
+def test_bytes_of_a_step_are_those_that_it_sends_between_workers(folder, capsys):
+    names = ["exact", "f16", "ef:qsgd:4"]
+    status, said, _, found = advise(capsys, "--step", "own_steps:reduced", "--workers", "4", "--reducers", *names)
+    assert status == 0
+    assert "4 workers, links of 1.0 Mbit/s and 0.00 ms, 1 ms of the step's own work" in said
+    # Two leaves of 2,080 entries round a ring of four, and the loss.
+    assert float(found["exact"]["wire_bytes"]) == 2 * 3 / 4 * 4 * (64 * 32 + 32 + 1)
+    assert float(found["f16"]["wire_bytes"]) == 2 * 3 / 4 * (2 * (64 * 32 + 32) + 4)
+    assert float(found["ef:qsgd:4"]["wire_bytes"]) < float(found["f16"]["wire_bytes"])
+    # A step is its work, coding and the bytes over the link.
+    for row in found.values():
+        seconds = 1e-3 + float(row["coding"]) + float(row["wire_bytes"]) / 125e3
+        assert float(row["step"]) == pytest.approx(seconds)
+    assert "Take ef:qsgd:4: " in said
+
+
+def test_bytes_over_other_axes_than_the_first_are_inside_a_worker(folder, capsys):
+    settings = ["--step", "my_step:make:64", "--reducers", "exact"]
+    sent = {}
+    for axes in ("dcn=4,fsdp=1", "dcn=4,fsdp=2"):
+        status, _, _, found = advise(capsys, *settings, "--axes", axes)
+        assert status == 0
+        sent[axes] = float(found["exact"]["wire_bytes"])
+    # Each device sends the half of the parameters that it holds.
+    assert sent["dcn=4,fsdp=1"] == 2 * sent["dcn=4,fsdp=2"] == 2 * 3 / 4 * 4 * 2 * 64 * 256
+
+
+def test_the_work_of_a_step_is_timed_on_one_device(folder, capsys):
+    settings = ["--link", "1gbit", "--workers", "4", "--reducers", "exact"]
+    assert cli.main(["advise", "--step", "own_steps:reduced", *settings]) == 0
+    assert re.search(
+        r"4 workers, links of 1.0 Gbit/s and .* ms, \d+ ms of the step's own work", capsys.readouterr().out
+    )
+
+
+def test_reducers_that_a_step_refuses_are_left_out(folder, capsys):
+    names = ["--reducers", "exact", "two_shot:int8", "--axes", "dcn=4,fsdp=1"]
+    status, said, _, found = advise(capsys, "--step", "my_step:make:64", *names)
+    assert status == 0
+    assert list(found) == ["exact"]
+    assert "Left out two_shot:int8: all_reduce(specs=) needs a reducer with" in said
+
+
+@pytest.mark.slow
+def test_the_pages_advise(folder, capsys):
+    shown = re.findall(r"^jaxdist (advise .*)", (SECTION + REFERENCE).replace("\\\n", ""), re.M)
+    assert len(shown) == 3
+    for command in shown:
+        assert cli.main(shlex.split(command)) == 0
+        said = capsys.readouterr().out
+        assert "4 workers, links of" in said
+        assert "Left out two_shot:int8: " in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--step", "own_steps"], "--step must be MODULE:FUNCTION, as in my_step:make, got 'own_steps'"),
+        (["--step", "own_steps:mean"], "mean has no argument for the reducer: write mean(mesh, ..., reducer="),
+        (["--step", "own_steps:ignored"], "own_steps:ignored does not use its reducer: give it to jaxdist.all_reduce"),
+        (["--step", "own_steps:reduced", "--model", "gpt:tiny"], "--model is for the step of --model"),
+        (["--step", "own_steps:reduced", "--batch", "64"], "--batch is for the step of --model"),
+        (["--step", "own_steps:reduced", "--axes", "dcn=4"], "the mesh has no axis 'data'"),
+        (["--step", "own_steps:reduced", "--axes", "data=4", "--workers", "4"], "--workers is the first of --axes"),
+        (["--step", "own_steps:reduced", "--workers", "1"], "--workers must be at least 2, got 1"),
+        (
+            ["--step", "own_steps:reduced", "--reducers", "exact", "diloco:H=5"],
+            "--step takes reducers, and diloco:H=5 is a method around them",
+        ),
+        (["--step", "own_steps:reduced", "--reducers", "zero:1"], "--step takes reducers, and zero:1 is"),
+        (["--axes", "data=4"], "--axes is for --step"),
+    ],
+)
+def test_advise_refuses_what_a_step_cannot_answer(folder, capsys, options, said):
+    status, _, error, _ = advise(capsys, *options)
+    assert status == 2
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (["own_steps:fixed_batch"], "batch of own_steps:fixed_batch is [(64, 64)] on one device, and [(8, 64)]"),
+        (["my_step:make", "--axes", "dcn=4,fsdp=2"], "a worker of my_step:make has several devices, of which one is"),
+    ],
+)
+def test_a_step_that_cannot_be_timed_here_needs_its_time(folder, capsys, step, said):
+    assert cli.main(["advise", "--link", "1gbit", "--reducers", "exact", "--step", *step]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "give its time as --compute, in milliseconds" in error
+
+
+def test_commands_that_train_name_what_they_take_instead(capsys):
+    for command in ("compare", "train"):
+        assert cli.main([command, "--step", "my_step:make"]) == 2
+        assert f"{command} trains, and a step has neither first parameters nor data" in capsys.readouterr().err

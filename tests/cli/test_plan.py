@@ -16,6 +16,7 @@ from jaxdist._cli.main import main
 from jaxdist._cli.models import base as layering
 from jaxdist._cli.models import gpt
 from jaxdist._cli.models.base import PLAIN, Workload, parameters_of
+from jaxdist._cli.models.text import text_layers
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import one_worker, train
 from jaxdist.analysis import Span, base, cost
@@ -184,7 +185,7 @@ def test_layers_on_a_disk_leave_a_few_on_the_device(four, monkeypatch, capsys):
         return planning.Planned(**sizes, parameters=n, device_bytes=held, advice=(), compile_seconds=1.0, **seconds)
 
     monkeypatch.setattr(planning, "plan", compiled)
-    found = planning_disk.plan_layers("own", config._replace(layers=40), method)
+    found = planning_disk.plan_layers("own", text_layers(config._replace(layers=40)), method)
     assert found.parameters == found.wire_bytes == whole + 39 * each
     assert found.compute_seconds == pytest.approx(4 / 3 * found.parameters)  # each layer once more
     # Parameters and two moments twice; the parameters are read in both passes.
@@ -208,7 +209,9 @@ def test_layers_on_the_host_leave_three_on_the_device(four, workload, monkeypatc
 
     matrix = workload
     monkeypatch.setattr(planning, "plan", without_compiler)
-    disk, host = (planning_disk.plan_layers("own", config, method, place=place) for place in ("disk", "host"))
+    disk, host = (
+        planning_disk.plan_layers("own", text_layers(config), method, place=place) for place in ("disk", "host")
+    )
     n = host.parameters
     assert (host.disk_bytes, host.disk_traffic) == (0.0, (0.0, 0.0))
     assert host.host_bytes["parameters"] + host.host_bytes["optimizer state"] == 12 * n
@@ -218,6 +221,21 @@ def test_layers_on_the_host_leave_three_on_the_device(four, workload, monkeypatc
     assert any("offload.host_layers" in line for line in host.warnings)
     assert main(["plan", "--target", "h100:1x1", "--model", MODEL, "--offload", "host_layers", "--zero", "3"]) == 2
     assert "--offload host_layers averages" in capsys.readouterr().err
+
+
+def test_without_the_compiler_the_chip_is_that_of_the_command(monkeypatch, capsys):
+    """And not the one whose compiler stands in for it."""
+    monkeypatch.setattr(planning.pods, "find_spec", lambda name: None)
+    chip = ["--memory", "24GB", "--flops", "165e12", "--bandwidth", "1TB/s"]
+    for target, spelled in (
+        ([], "gpu:1x1"),
+        (["--target", "gpu:1x4"], "gpu:1x4"),
+        (["--target", "l40s:1x2"], "l40s:1x2"),
+    ):
+        assert main(["plan", *chip, *target, "--model", MODEL]) == 2
+        said = "".join(capsys.readouterr())
+        assert f"compiling for {spelled} needs xla_cuda13: pip install '.[gpu-plan]'" in said
+        assert "h100" not in said
 
 
 def test_any_chip(monkeypatch, workload):

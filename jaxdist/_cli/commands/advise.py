@@ -1,8 +1,9 @@
 """`jaxdist advise`: predicts the time of several methods over given links, and recommends one of them."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from ...analysis.step_time import (
     uses_gloo,
 )
 from ...processes.initialize import initialize
+from ...reducers.reducer import Reducer
 from ...runtime.mesh import make_mesh
 from .. import race, tables
 from ..figures import in_bytes, in_rate, new_table, print_table
@@ -29,6 +31,7 @@ from ..spellings import parse
 from ..spellings.tables import ANY_STEPS
 from ..training import costs
 from ..training.costs import AXIS
+from ..training.own_step_costs import OwnTrace, measure_own_compute, trace_own_step
 
 METHODS = (
     "exact",
@@ -40,6 +43,8 @@ METHODS = (
     "diloco:H=50",
     "diloco:H=50/two_shot:qsgd:4",
 )
+# What --step brings itself.
+OF_MODEL = ("workload", "model", "optimizer", "batch")
 # A method may be this much slower than the fastest and still be preferred if it changes training less.
 CLOSE = 1.1
 NOTE = (
@@ -58,6 +63,7 @@ class AdviseOptions:
       jaxdist advise --link 100mbit,20ms --workers 8
       jaxdist compare --link 1gbit && jaxdist advise --link 100mbit,20ms --losses runs/compare/log.jsonl
       srun jaxdist advise --losses runs/compare/log.jsonl
+      jaxdist advise --step my_step:make --link 10gbit,50us --workers 4
     """
 
     link: Text = None
@@ -76,6 +82,11 @@ class AdviseOptions:
     """As for jaxdist train."""
     model: Text = None
     """As for jaxdist train, also MODULE:FUNCTION of your own."""
+    step: Text = None
+    """MODULE:FUNCTION of your own, in place of --model and its options: FUNCTION(mesh, reducer=...) returns a compiled
+    step and its arguments as shapes, as for jaxdist plan."""
+    axes: Text = None
+    """With --step, the axes of the mesh, as in dcn=4,fsdp=8: workers are along the first, over the link."""
     optimizer: str = "adamw:1e-3"
     """As for jaxdist train."""
     batch: int = 32
@@ -107,44 +118,108 @@ def run_advise(chosen: AdviseOptions) -> None:
     tables.check_table(chosen.table)
     if chosen.compute is not None:
         check_positive("--compute", chosen.compute)
+    _check_step(chosen)
     chosen, curves, target = _take_losses(chosen)
     console = new_console()
     # With a link that is given nothing is measured, and no other process is needed.
     several = chosen.link is None and initialize()
-    workload = parse.parse_workload(chosen.workload, chosen.model)
     if chosen.link is not None:
-        link, workers = parse.parse_link(chosen.link), 8 if chosen.workers is None else chosen.workers
+        link, workers = parse.parse_link(chosen.link), 8
     # The devices that one CPU is split into share its memory: there is no link to measure.
     elif several or (jax.device_count() > 1 and jax.default_backend() != "cpu"):
-        link, workers = None, jax.device_count() if chosen.workers is None else chosen.workers
+        link, workers = None, jax.device_count()
     else:
         raise ValueError("there is no other worker to measure a link to: give one, as in --link 100mbit,20ms")
-    settings = {"workers": workers, "batch_size": chosen.batch}
+    axes = {AXIS: workers if chosen.workers is None else chosen.workers}
+    if chosen.axes is not None:
+        axes = parse.parse_axes(chosen.axes)
+    axis, workers = next(iter(axes.items()))
     # What cannot work fails before the measurements.
-    methods = parse_methods(chosen.reducers, optimizer=chosen.optimizer, **settings)
+    subject = _of_model(chosen, workers) if chosen.step is None else _of_step(chosen, chosen.step, axes)
     tables.make_folder(chosen.table)
     if link is None:
-        link = measure_link(make_mesh({AXIS: jax.device_count()}), axis=AXIS)
-    compute = chosen.compute and chosen.compute / 1e3
-    if compute is None:
-        compute = costs.measure_compute(workload, chosen.optimizer, max(1, chosen.batch // workers))
+        link = measure_link(make_mesh({AXIS: jax.device_count()} if chosen.axes is None else axes), axis=axis)
+    compute = subject.measure_compute() if chosen.compute is None else chosen.compute / 1e3
     # What runs on another device will not use the transport of this one.
     gloo = chosen.compute is None and uses_gloo()
-    found = predict(workload, methods, optimizer=chosen.optimizer, **settings, link=link, compute=compute, gloo=gloo)
+    found = subject.predict(link=link, compute=compute, gloo=gloo)
     if curves:
         found = [each._replace(seconds=each.step * float(curves[each.name].steps_to(target).mean())) for each in found]
     # All processes have measured; process 0 prints.
     if jax.process_index():
         return
+    whose = "model" if chosen.step is None else "step"
     console.print(
-        f"\n{workers} workers, {_spell_link(link)}, {1e3 * compute:,.0f} ms of the model's own work", style="dim"
+        f"\n{workers} workers, {_spell_link(link)}, {1e3 * compute:,.0f} ms of the {whose}'s own work", style="dim"
     )
-    table = _predictions_table(found, target, tables.count_units(workload, chosen.batch, workers))
+    table = _predictions_table(found, target, subject.units)
     print_table(console, table)
     if chosen.table is not None:
         print_paths(console, table=tables.write_table(table, [each._asdict() for each in found], chosen.table))
-    lines = _conclude_with_losses(found, target) if curves else _conclude(found, link)
+    lines = [*subject.notes, *(_conclude_with_losses(found, target) if curves else _conclude(found, link))]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+class _Subject(NamedTuple):
+    """What is advised on: a model that `jaxdist train` would train, or a step of the user's own."""
+
+    measure_compute: Callable[[], float]  # seconds of one worker's step without communication
+    predict: Callable[..., list[Prediction]]  # predict(link=, compute=, gloo=), a prediction for each method
+    units: tables.Units | None  # what a worker trains on in a step, if that is known
+    notes: tuple[str, ...] = ()  # lines below the table
+
+
+def _of_model(chosen: AdviseOptions, workers: int) -> _Subject:
+    workload = parse.parse_workload(chosen.workload, chosen.model)
+    settings = {"optimizer": chosen.optimizer, "workers": workers, "batch_size": chosen.batch}
+    methods = parse_methods(chosen.reducers, **settings)
+    return _Subject(
+        partial(costs.measure_compute, workload, chosen.optimizer, max(1, chosen.batch // workers)),
+        partial(predict, workload, methods, **settings),
+        tables.count_units(workload, chosen.batch, workers),
+    )
+
+
+def _of_step(chosen: AdviseOptions, step: str, axes: Mapping[str, int]) -> _Subject:
+    make = parse.parse_step(step)
+    _check_workers(next(iter(axes.values())))
+    traced: dict[str, OwnTrace] = {}
+    notes: list[str] = []
+    for name, reducer in {name: _parse_reducer(name) for name in chosen.reducers}.items():
+        try:
+            traced[name] = trace_own_step(step, make, reducer, axes)
+        except ValueError as problem:
+            # Without the first there is nothing to compare with.
+            if not traced:
+                raise
+            notes.append(f"Left out {name}: {problem.__cause__ or problem}")
+    return _Subject(
+        partial(measure_own_compute, step, make, axes), partial(predict_own_step, traced), None, tuple(notes)
+    )
+
+
+def _parse_reducer(name: str) -> Reducer:
+    """A reducer by its spelling; raises ValueError for methods that are more than a reducer."""
+    method = parse.parse_method(name, "sgd:0.1", ANY_STEPS)
+    if method.reducer is None or method.sync_period or method.stage:
+        raise ValueError(
+            f"--step takes reducers, and {name} is a method around them, with an optimizer or local steps of its own: "
+            "leave it out of --reducers, or give the model alone, as --model MODULE:FUNCTION"
+        )
+    return method.reducer
+
+
+def _check_step(chosen: AdviseOptions) -> None:
+    """Raises ValueError for options that only a model, or only a step, looks at."""
+    if chosen.step is None:
+        if chosen.axes is not None:
+            raise ValueError("--axes is for --step: the step of --model has one axis, data")
+        return
+    given = [field.name for field in fields(chosen) if getattr(chosen, field.name) != field.default]
+    if others := [name for name in given if name in OF_MODEL]:
+        raise ValueError(f"--{others[0]} is for the step of --model, and {chosen.step} has its own: leave it out")
+    if chosen.axes is not None and chosen.workers is not None:
+        raise ValueError(f"--workers is the first of --axes {chosen.axes}: leave it out")
 
 
 def _take_losses(chosen: AdviseOptions) -> tuple[AdviseOptions, dict[str, race.Curve], float]:
@@ -152,7 +227,8 @@ def _take_losses(chosen: AdviseOptions) -> tuple[AdviseOptions, dict[str, race.C
     if chosen.losses is None:
         if chosen.target is not None:
             raise ValueError("--target needs losses: give a log, as in --losses runs/compare/log.jsonl")
-        return replace(chosen, reducers=chosen.reducers or METHODS), {}, math.nan
+        common = METHODS if chosen.step is None else tuple(name for name in METHODS if not parse.is_sync(name))
+        return replace(chosen, reducers=chosen.reducers or common), {}, math.nan
     settings, curves = race.read_curves(chosen.losses)
     names = chosen.reducers or tuple(curves)
     unknown = [name for name in names if name not in curves]
@@ -221,10 +297,10 @@ def _spell_seconds(prediction: Prediction) -> str:
     return "-" if prediction.seconds == math.inf else f"{prediction.seconds:,.1f} s"
 
 
-def _predictions_table(found: Sequence[Prediction], target: float, units: tables.Units) -> Table:
+def _predictions_table(found: Sequence[Prediction], target: float, units: tables.Units | None) -> Table:
     headings = [
         "bytes a step",
-        units.heading(),
+        *([units.heading()] if units else []),
         "coding ms",
         "network ms",
         "step ms",
@@ -242,7 +318,7 @@ def _predictions_table(found: Sequence[Prediction], target: float, units: tables
         speed = f"{found[0].step / method.step:.2f}x"
         style = "bold green" if method is best else None
         last = [_spell_seconds(method)] if with_losses else []
-        sent = in_bytes(method.wire_bytes), units.share(method.wire_bytes)
+        sent = [in_bytes(method.wire_bytes), *([units.share(method.wire_bytes)] if units else [])]
         table.add_row(method.name, *sent, *times, speed, break_even, *last, style=style)
     return table
 
@@ -260,9 +336,13 @@ def _spell_rate(bandwidth: float) -> str:
 
 def parse_methods(names: Sequence[str], *, optimizer: str, workers: int, batch_size: int) -> dict[str, TrainingMethod]:
     """Makes the methods by their spellings; raises ValueError if these workers cannot take a step with them."""
-    check_range("--workers", workers, 2, ends="[]", hint="one worker sends nothing")
+    _check_workers(workers)
     check_batch(batch_size, workers)
     return {name: parse.parse_method(name, optimizer, ANY_STEPS) for name in names}
+
+
+def _check_workers(workers: int) -> None:
+    check_range("--workers", workers, 2, ends="[]", hint="one worker sends nothing")
 
 
 def predict(
@@ -289,6 +369,15 @@ def predict(
         traffic = costs.traffic_of_trace(workload, method, workers=workers, batch_size=batch_size, gloo=gloo)
         found.append((name, cost._replace(traffic=traffic)))
     return [_predict_step(name, cost, found[0][1], link) for name, cost in found]
+
+
+def predict_own_step(
+    traced: Mapping[str, OwnTrace], *, link: Link, compute: float, gloo: bool = False
+) -> list[Prediction]:
+    """Predicts as `predict`, for a step of the user's own that was traced with each reducer."""
+    found = {name: each.measure(compute=compute, gloo=gloo) for name, each in traced.items()}
+    first = next(iter(found.values()))
+    return [_predict_step(name, cost, first, link) for name, cost in found.items()]
 
 
 def recommend(predictions: Sequence[Prediction]) -> Prediction:

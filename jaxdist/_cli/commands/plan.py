@@ -39,7 +39,7 @@ PARTS = {
     "temporaries": "#B8B8B8",
 }
 # What --step brings itself.
-OF_TRAINING = ("model", "reducer", "sync", "zero", "offload", "optimizer", "batch")
+OF_TRAINING = ("model", "sync", "zero", "offload", "optimizer", "batch")
 # What a good NVMe disk reads and writes in a second.
 DISK_BANDWIDTH = 5e9
 COMPUTE, HIDDEN, EXPOSED, OTHER = COLORS[1], COLORS[3], COLORS[4], COLORS[7]
@@ -77,7 +77,7 @@ class PlanOptions:
     MODULE:FUNCTION of your own."""
     step: Text = None
     """MODULE:FUNCTION of your own, in place of --model and the options of training: FUNCTION(mesh) returns a compiled
-    step and its arguments as shapes."""
+    step and its arguments as shapes; FUNCTION(mesh, reducer=...) takes --reducer."""
     axes: Text = None
     """With --step, the axes of the mesh, slow links first, as in dcn=2,fsdp=8. Default: data (and slice)."""
     reducer: Text = None
@@ -123,7 +123,7 @@ def run_plan(chosen: PlanOptions) -> int:
     workload = parse.parse_workload("text", chosen.model)
     picture = path_in(chosen.out, "plan.png")
     with show_compiling(console, f"for {target}"):
-        found = _plan(chosen, target, chip, config, workload, method, flags)
+        found = _plan(chosen, target, chip, workload, method, flags)
     batch = chosen.batch or found.devices
     places = {"host": ", optimizer on the host", "nvme": ", optimizer on a disk", "layers": ", layers on a disk"}
     host = (places | {"host_layers": ", layers on the host"}).get(chosen.offload or "", "")
@@ -152,13 +152,22 @@ def _run_own_step(chosen: PlanOptions, console: Console, target: str, chip: cost
     # Before the first use of JAX, which starts its backends: the module may be that.
     _hide_accelerators()
     make = parse.parse_step(step)
+    reducer = None if chosen.reducer is None else parse.parse_reducer(chosen.reducer)
     picture = path_in(chosen.out, "plan.png")
     with show_compiling(console, f"for {target}"):
         found = planning_step.plan_step(
-            target, step, make, chip=chip, axes=axes, num_slices=chosen.slices, compiler_options=flags or None
+            target,
+            step,
+            make,
+            reducer=reducer,
+            chip=chip,
+            axes=axes,
+            num_slices=chosen.slices,
+            compiler_options=flags or None,
         )
     mesh = "" if chosen.axes is None else f", {chosen.axes}"
-    title = f"{step}, on {found.devices} {found.chip.name} ({found.target}{mesh})"
+    named = step if chosen.reducer is None else f"{step}, {chosen.reducer}"
+    title = f"{named}, on {found.devices} {found.chip.name} ({found.target}{mesh})"
     console.print(title, style="bold", highlight=False)
     _print_memory(console, found)
     if found.collectives:
@@ -193,7 +202,6 @@ def _plan(
     chosen: PlanOptions,
     target: str,
     chip: cost.Chip | None,
-    config: gpt.GPTConfig | None,
     workload: Workload,
     method: TrainingMethod,
     flags: Mapping[str, Any],
@@ -205,13 +213,8 @@ def _plan(
                 f"--offload {chosen.offload} is for one machine, with the compiler's defaults: leave "
                 f"{'--xla' if flags else '--slices'} out"
             )
-        if config is None:
-            raise ValueError(
-                f"--offload {chosen.offload} plans the layers of a GPT, and {chosen.model} has one function for all of "
-                "its layers: plan gpt:SIZE with as many parameters, or leave --offload out"
-            )
         place = "disk" if chosen.offload == "layers" else "host"
-        return planning_disk.plan_layers(target, config, method, place=place, **settings)
+        return planning_disk.plan_layers(target, parse.parse_layers(chosen.model), method, place=place, **settings)
     options = settings | {"num_slices": chosen.slices, "compiler_options": flags or None}
     if chosen.offload == "nvme":
         return planning_disk.plan_nvme(target, workload, method, **options)

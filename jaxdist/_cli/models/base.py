@@ -63,6 +63,14 @@ class Workload(NamedTuple):
     units_per_example: int  # units in an example
 
 
+class EqualLayers(NamedTuple):
+    """A model of equal layers, which a plan needs with one and with two of them."""
+
+    with_layers: Callable[[int], Workload]  # the model with this number of layers
+    count: int  # its own number
+    input_bytes: float  # bytes of the input of a layer, for one example
+
+
 class TrainingMethod(NamedTuple):
     """How workers learn from each other: these arguments of `train.prepare`."""
 

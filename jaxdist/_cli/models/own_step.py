@@ -1,10 +1,15 @@
 """A step of the user's own: a function that JAX can compile, and the shapes of its arguments."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from ...analysis.base import Collectives
+from ...analysis.collectives import logical_collectives
 
 RETURNS = (
     "write FUNCTION(mesh, ...) that returns (step, *arguments): step is jaxdist.distribute(train_step, mesh) or "
@@ -21,10 +26,26 @@ class OwnStep(NamedTuple):
 
     def lower(self, name: str) -> jax.stages.Lowered:
         """Traces the step; raises ValueError with its own error, in one line."""
-        try:
+        with translate_failure(name):
             return self.step.lower(*self.arguments)
-        except Exception as problem:
-            raise ValueError(f"{name}: its step fails: {describe(problem)}; {RETURNS}") from problem
+
+    def collectives(self, name: str) -> Collectives:
+        """The collectives of a trace, for the platform that is here; raises ValueError as `lower` does."""
+        with translate_failure(name):
+            return logical_collectives(self.step, *self.arguments, platform=jax.default_backend())
+
+
+# make(mesh, reducer=None), of a mesh with or without devices; a reducer takes the place of the function's own.
+MakeStep = Callable[..., OwnStep]
+
+
+@contextlib.contextmanager
+def translate_failure(name: str) -> Iterator[None]:
+    """Raises ValueError, with the step's own error in one line, if what is inside fails."""
+    try:
+        yield
+    except Exception as problem:
+        raise ValueError(f"{name}: its step fails: {describe(problem)}; {RETURNS}") from problem
 
 
 def takes_mesh(function: Callable[..., Any]) -> bool:
@@ -39,7 +60,7 @@ def takes_mesh(function: Callable[..., Any]) -> bool:
     return bool(kinds) and kinds[0] not in last
 
 
-def own_step(name: str, made: Any, mesh: jax.sharding.Mesh) -> OwnStep:
+def own_step(name: str, made: Any, mesh: Mesh | AbstractMesh) -> OwnStep:
     """Checks what a user's function has returned, `(step, *arguments)`.
 
     Raises:
@@ -54,7 +75,9 @@ def own_step(name: str, made: Any, mesh: jax.sharding.Mesh) -> OwnStep:
         raise ValueError(f"{name} returned {kind} in place of a step, which cannot be compiled; {RETURNS}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(arguments)):
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding) and not sharding.device_set <= set(mesh.devices.flat):
+        if not isinstance(sharding, jax.sharding.Sharding) or isinstance(mesh, AbstractMesh):
+            continue
+        if not sharding.device_set <= set(mesh.devices.flat):
             raise ValueError(
                 f"{name} returned an argument{jax.tree_util.keystr(path)} on {next(iter(sharding.device_set))}, and "
                 f"not on the devices of the mesh; {RETURNS}"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import gpt
-from .base import PLAIN, Workload
+from .base import PLAIN, EqualLayers, Workload
 
 # Tests, tables and bundled programs: missing from some installations, or unlike other source.
 SKIPPED = frozenset(
@@ -161,3 +161,15 @@ def text_workload(
         unit="tokens",
         units_per_example=config.context,
     )
+
+
+def text_layers(config: gpt.GPTConfig) -> EqualLayers:
+    """The layers of a GPT, whose inputs are float32.
+
+    Examples:
+      >>> layered = text_layers(gpt.SIZES["tiny"])
+      >>> layered.count, layered.input_bytes
+      (1, 2048.0)
+    """
+    size = 4.0 * config.context * config.width
+    return EqualLayers(lambda count: text_workload(config._replace(layers=count)), config.layers, size)

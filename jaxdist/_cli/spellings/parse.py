@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from ... import compressors, reducers
 from ...analysis import cost
@@ -24,7 +24,7 @@ from ...reducers.reducer import Reducer
 from ...transforms.all_reduce import all_reduce
 from ...transforms.common import LearningRate
 from ..models import gpt, own, own_step
-from ..models.base import TrainingMethod, Workload
+from ..models.base import EqualLayers, TrainingMethod, Workload
 from . import grammar, tables
 from .grammar import call, parse_call
 from .tables import AVERAGING, COLLECTIVES, FEEDBACK, LAWS, OPTIMIZERS, REDUCERS, RULES, SYNCS
@@ -413,24 +413,41 @@ def is_own_model(text: str) -> bool:
     return spelled is not None and spelled.module not in MODELS.values()
 
 
+def parse_layers(model: str) -> EqualLayers:
+    """The layers of `gpt:SIZE`, or of a model of the user's own whose function returns a `LayerStack`."""
+    if is_own_model(model):
+        return own.own_layers(model, _call_model(model))
+    from ..models.text import text_layers
+
+    _, values, keywords = parse_call(model)
+    return text_layers(call("model", model, gpt_config, values, keywords))
+
+
 def _import_model(text: str, path: str | Path | None) -> Workload:
     """Imports and calls a function that returns `(loss, params, batch)`."""
     if path is not None:
         raise ValueError(f"--text is for the workload 'text', and {text} brings its own examples")
+    return own.own_workload(text, _call_model(text))
+
+
+def _call_model(text: str) -> Any:
+    """Imports and calls a function of the user's own, and returns what it returns."""
     spelled = grammar.split_import(text)
     assert spelled is not None
     found = grammar.import_name("model", text, spelled, tuple(MODELS.values()))
     if not callable(found):
         raise ValueError(f"model {text!r}: {spelled.name} is no function; {own.RETURNS}")
     _, values, keywords = parse_call(f"{spelled.name}:{spelled.arguments}")
-    return own.own_workload(text, call("model", text, found, values, keywords, hidden=()))
+    return call("model", text, found, values, keywords, hidden=())
 
 
-def parse_step(text: str) -> Callable[[jax.sharding.Mesh], own_step.OwnStep]:
+def parse_step(text: str) -> own_step.MakeStep:
     """Imports `MODULE:FUNCTION[:value,key=value...]`; what it returns calls the function with a mesh and these values.
 
+    A reducer, if one is given, is the function's argument `reducer`.
+
     Raises:
-      ValueError: there is no such function, or it takes no mesh; later, it fails, or returns no step.
+      ValueError: there is no such function, or it takes no mesh; later, it takes no reducer, fails, or returns no step.
     """
     spelled = grammar.split_import(text)
     if spelled is None:
@@ -442,9 +459,17 @@ def parse_step(text: str) -> Callable[[jax.sharding.Mesh], own_step.OwnStep]:
         raise ValueError(f"step {text!r}: {spelled.name} has no first argument for the mesh; {own_step.RETURNS}")
     _, values, keywords = parse_call(f"{spelled.name}:{spelled.arguments}")
 
-    def make(mesh: jax.sharding.Mesh) -> own_step.OwnStep:
+    def make(mesh: Mesh | AbstractMesh, reducer: Reducer | None = None) -> own_step.OwnStep:
+        given = {} if reducer is None else {"reducer": reducer}
+        if given and "reducer" not in inspect.signature(found).parameters:
+            raise ValueError(
+                f"step {text!r}: {spelled.name} has no argument for the reducer: write {spelled.name}(mesh, ..., "
+                "reducer=jaxdist.exact()), and give it to jaxdist.all_reduce"
+            )
+        if given and "reducer" in keywords:
+            raise ValueError(f"step {text!r} names its reducer: leave it out, to have others in its place")
         try:
-            made = call("step", text, functools.partial(found, mesh), values, keywords, hidden=())
+            made = call("step", text, functools.partial(found, mesh), values, keywords | given, hidden=())
         except ValueError:
             raise
         except Exception as problem:
