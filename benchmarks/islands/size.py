@@ -42,6 +42,8 @@ REDUCERS = {
 }
 # So that large arrays are given back to the kernel at once, and peaks are those of arrays that live.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "JAX_PLATFORMS": "cpu"}
+# Fragments of equal shapes have the same programs, in both processes.
+ENVIRONMENT |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 KEYS = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_REGION": "us-east-1"}
 PORT = 5011
 
@@ -61,14 +63,19 @@ def move(x, number):
 
 def take_part(options):
     """One island in its process: prints a row for `enter`, and one for each meeting."""
+    store = jd.islands.folder(options.place)
+    if options.endpoint:
+        store = jd.islands.bucket(options.place, endpoint=options.endpoint, timeout=120)
+    # One enters after the other, so that the peaks of that do not add up.
+    before = f"rounds/{0:08d}/here/{NAMES[NAMES.index(options.name) - 1]}"
+    while options.name != NAMES[0] and before not in store.list("rounds/"):
+        time.sleep(0.5)
     tx, size = make_method(options), options.parameters // options.leaves
-    params = [jnp.zeros((size,), options.dtype) for _ in range(options.leaves)]
+    # Two pieces of what islands keep are seldom equal, and equal ones would be sent once.
+    params = [move(jnp.zeros((size,), options.dtype), 1000 + number) for number in range(options.leaves)]
     state = {"params": params, "opt": tx.init(params)}
     del params
     row = {"name": options.name, "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state))}
-    store = options.place
-    if store.startswith("s3:"):
-        store = jd.islands.bucket(store, endpoint=options.endpoint, timeout=120)
     settings = {"begin_with": len(NAMES), "round_timeout": options.timeout, "keep_every": options.keep_every}
     with jd.islands.join(store, tx, name=options.name, **settings) as island:
         with measured(row | {"call": "enter"}):
@@ -105,13 +112,24 @@ def memory_of(process, kind):
 
 def start_islands(options, place, *more):
     """The rows of all islands, each in its process."""
-    names = ("parameters", "fragments", "reducer", "inner", "dtype", "momentum", "leaves", "meetings", "timeout", "keep_every")
+    names = (
+        "parameters",
+        "fragments",
+        "reducer",
+        "inner",
+        "dtype",
+        "momentum",
+        "leaves",
+        "meetings",
+        "timeout",
+        "keep_every",
+    )
     chosen = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     command = [sys.executable, str(Path(__file__).parent), "size", "island", f"--place={place}", *chosen, *more]
     with ExitStack() as stack:
-        jobs = []
+        programs, jobs = stack.enter_context(tempfile.TemporaryDirectory()), []
         for name in NAMES:
-            given = os.environ | KEYS | ENVIRONMENT
+            given = os.environ | KEYS | ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": programs}
             jobs.append(subprocess.Popen([*command, f"--name={name}"], stdout=subprocess.PIPE, text=True, env=given))
             stack.enter_context(jobs[-1])
             stack.callback(jobs[-1].kill)

@@ -40,13 +40,12 @@ class Body:
       hashes: of its pieces; none if it is stored whole.
       stored: the bytes under its name: all of them, or the index.
       place: the round, and the hash of what is stored.
-      sent: the numbers of the pieces that the store has.
     """
 
     def __init__(self, number: int, tag: str, arrays: Sequence[np.ndarray]):
         self._parts = protocol.pack_parts(tag, arrays)
         self._starts = np.cumsum([0, *(len(part) for part in self._parts)])
-        self.size, self.sent = int(self._starts[-1]), set[int]()
+        self.size, self._sent = int(self._starts[-1]), set[str]()
         self.hashes: tuple[str, ...] = ()
         if self.size > LONGEST_WHOLE:
             self.hashes = tuple(hash_of(self.cut_piece(piece)) for piece in range(-(-self.size // PIECE)))
@@ -54,6 +53,11 @@ class Body:
         else:
             self.stored = b"".join(self._parts)
         self.place = protocol.body_place(number, self.stored)
+
+    def missing_pieces(self) -> list[int]:
+        """The pieces that the store has not yet; of equal ones, which have one name, the first."""
+        firsts = {hashed: piece for piece, hashed in reversed([*enumerate(self.hashes)])}
+        return sorted(piece for hashed, piece in firsts.items() if hashed not in self._sent)
 
     def length_of(self, piece: int) -> int:
         """The number of bytes of a piece."""
@@ -71,16 +75,16 @@ class Body:
 
         def put_piece(piece: int) -> None:
             put(piece_name(self.place, self.hashes[piece]), self.cut_piece(piece))
-            self.sent.add(piece)
+            self._sent.add(self.hashes[piece])
 
-        call_together(put_piece, [piece for piece in pieces if piece not in self.sent], TOGETHER, closed)
+        call_together(put_piece, [piece for piece in pieces if self.hashes[piece] not in self._sent], TOGETHER, closed)
 
 
 class BodyReader:
     """Reads a body, and keeps the pieces that have come where the others fail."""
 
     def __init__(self, name: str):
-        self._place, self._index, self._found = name.partition("/")[2], b"", dict[int, bytes]()
+        self._place, self._index, self._found = name.partition("/")[2], b"", dict[str, bytes]()
 
     def read(self, get: Callable[[str], bytes | None], closed: threading.Event) -> list[bytes] | None:
         """What is stored under the name, and the pieces if that is an index; `None` if there is nothing.
@@ -94,17 +98,19 @@ class BodyReader:
         self._index = stored
 
         def get_piece(piece: int) -> None:
+            hashed = missing[piece]
             for _ in range(TRIES):
-                body = get(piece_name(self._place, hashes[piece]))
-                if body is not None and hash_of(body) == hashes[piece]:
-                    self._found[piece] = body
+                body = get(piece_name(self._place, hashed))
+                if body is not None and hash_of(body) == hashed:
+                    self._found[hashed] = body
                     return
 
-        missing = [piece for piece in range(len(hashes)) if piece not in self._found]
+        missing = [hashed for hashed in dict.fromkeys(hashes) if hashed not in self._found]
+        numbers = range(len(missing))
         started = time.monotonic()
-        call_together(get_piece, missing[:1], 1, closed)
-        call_together(get_piece, missing[1:], TOGETHER if time.monotonic() - started <= QUICK else 1, closed)
-        return [stored, *(self._found.get(piece, b"") for piece in range(len(hashes)))]
+        call_together(get_piece, numbers[:1], 1, closed)
+        call_together(get_piece, numbers[1:], TOGETHER if time.monotonic() - started <= QUICK else 1, closed)
+        return [stored, *(self._found.get(hashed, b"") for hashed in hashes)]
 
 
 def hashes_in(place: str, stored: bytes) -> tuple[str, ...]:

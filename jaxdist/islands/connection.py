@@ -204,7 +204,7 @@ class Connection:
 
     def put_body(self, body: Body) -> None:
         """Stores a body under its place: of a long one first the pieces that the store has not yet, several at once."""
-        name, missing = protocol.body_name(body.place), sorted({*range(len(body.hashes))} - body.sent)
+        name, missing = protocol.body_name(body.place), body.missing_pieces()
         # The first one alone, to see how long it takes.
         at_once, started = 1, self.now()
         while missing:
@@ -434,7 +434,9 @@ class Connection:
                 if kind == "put_pieces":
                     sent, requests = sum(map(arguments[1].length_of, arguments[2])), len(arguments[2])
                 if kind == "get_body" and request.answer is not None:
-                    received, requests = sum(map(len, request.answer)), len(request.answer)
+                    # Equal pieces are read once.
+                    unique = {id(one): len(one) for one in request.answer}
+                    received, requests = sum(unique.values()), len(unique)
                 traffic = traffic._replace(sent=traffic.sent + sent, received=traffic.received + received)
             shared._traffic = traffic._replace(
                 requests=traffic.requests + requests,

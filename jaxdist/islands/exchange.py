@@ -71,6 +71,12 @@ def select_shared(state: LocalStepsState) -> Shared:
     return Shared(state.anchor, state.outer[0], common_leaves(state.reducer[0]))
 
 
+def commit_counts(state: LocalStepsState) -> LocalStepsState:
+    """Returns the state with counts bound to their devices, as steps return them beside such parameters."""
+    counts = {name: getattr(state, name) for name in ("count", "since", "rounds", "rates", "examples")}
+    return state._replace(**jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), counts))
+
+
 def with_shared(state: LocalStepsState, shared: Shared) -> LocalStepsState:
     """Returns the state with another shared part."""
     return state._replace(
@@ -243,6 +249,11 @@ def measure_share(method: RoundMethod, shared: Shared, drift: Updates, members: 
 def rebase(anchor: Updates, params: PyTree, ahead: Updates) -> PyTree:
     """Returns the parameters of a model that is `ahead` of a new anchor by what no round has taken yet."""
     return jax.tree.map(lambda a, p, d: (round_like(a, p) - d).astype(p.dtype), anchor, params, ahead)
+
+
+def strengthen(tree: PyTree) -> PyTree:
+    """Returns the arrays of a tree as steps return them: those that are made of a Python number have a weak type."""
+    return jax.tree.map(lambda x: x.astype(x.dtype) if x.weak_type else x, tree)
 
 
 @jax.jit

@@ -52,6 +52,7 @@ from .exchange import (
     restart_buffers,
     restart_counts,
     select_shared,
+    strengthen,
     subtract,
     subtract_counts,
     to_host,
@@ -856,7 +857,9 @@ class Island:
             local, params = own[fragment]
             if is_here and not is_sent:
                 self._keeps_progress = True
-                part.params = params
+                part.params = strengthen(params)
+                if part.local.anchor is not local.anchor:
+                    part.params = rebase(part.local.anchor, params, measure_drift(local.anchor, params))
             else:
                 part.params = rebase(part.local.anchor, params, zeros_like(part.local.anchor))
                 part.local = self._with_fresh_reducer(part.local, local.reducer[0], fragment)

@@ -28,6 +28,7 @@ from .exchange import (
     Shared,
     add_member,
     check_reducer,
+    commit_counts,
     copy_shared_to_host,
     describe_shared,
     digest_of,
@@ -312,7 +313,7 @@ class Replay:
             raise DamagedError(f"the store has no body {anchor.body}, which {name} names; {identity.RESTORE}")
         like = [select_shared(local) for local in locals_]
         shared = restore_shared(unpack_found(anchor.body, found, describe_shared(like)), like)
-        return anchor, list(map(with_shared, locals_, shared))
+        return anchor, [commit_counts(with_shared(*pair)) for pair in zip(locals_, shared, strict=True)]
 
     def follow(self, locals_: Sequence[LocalStepsState]) -> list[LocalStepsState]:
         """Goes to the newest global parameters: the kept ones, and every round since."""

@@ -137,7 +137,7 @@ def test_pieces_are_on_the_way_several_at_once(kind):
     store, lock, inside, most = islands.memory(), threading.Lock(), [], []
     together = threading.Barrier(bodies.TOGETHER)
     # As many as a barrier lets through in whole groups.
-    arrays = [np.arange(64 * (1 + 2 * bodies.TOGETHER) - 100, dtype=np.uint8)]
+    arrays = [np.random.default_rng(0).integers(0, 256, 64 * (1 + 2 * bodies.TOGETHER) - 100, np.uint8)]
     body = Body(ROUND, "it", arrays)
     assert len(body.hashes) == 1 + 2 * bodies.TOGETHER
     calls = itertools.count()
@@ -238,7 +238,7 @@ def test_neither_sending_nor_reading_holds_a_second_copy(monkeypatch):
     """Kept parameters are as large as the state: beside them there are pieces alone."""
     monkeypatch.setattr(bodies, "LONGEST_WHOLE", 2**17)
     monkeypatch.setattr(bodies, "PIECE", 2**16)
-    arrays = [np.full(2**19, number, np.float32) for number in range(4)]
+    arrays = [np.random.default_rng(number).random(2**19, np.float32) for number in range(4)]
     size, store = 4 * 2**21, islands.memory()
     pieces = []
     tracemalloc.start()
@@ -283,9 +283,14 @@ def test_a_run_in_pieces_has_the_bits_of_one_without(reducer, options, monkeypat
         runs = train_together(store, tx, ["a", "b"], 3, round_timeout=60, keep_every=1, **options)
         has_pieces = any(store.get(name).startswith(b"jdindex1") for name in store.list("bodies/"))
         assert has_pieces == (longest == 100)
+        # With `overlap` a round is taken in the next meeting, and which drifts it has depends on the threads.
         found.append([report.digest for report in runs["a"][1]])
-        assert_close(islands.read(store, tx, begin(tx).params)[1], global_params(runs["b"][0]), tolerance=0)
-    assert found[0] == found[1] or options.get("overlap")
+        rounds, params = islands.read(store, tx, begin(tx).params)
+        ends = {reports[-1].round: state for state, reports in runs.values()}
+        assert rounds in ends or "overlap" in options
+        if rounds in ends:
+            assert_close(params, global_params(ends[rounds]), tolerance=0)
+    assert found[0] == found[1] or "overlap" in options
 
 
 def test_an_island_that_enters_with_the_bits_of_the_run_reads_none():
@@ -335,10 +340,11 @@ def test_a_piece_that_is_silent_holds_no_meeting_and_the_upload_goes_on():
         island._options = island._options._replace(round_timeout=30)
         _, report = island.meet(state)
         assert report.counted
-    # Equal pieces have one name.
+    # Equal pieces have one name, and are sent once.
     places = [member.body for commit in commits_of(store) for member in commit.members]
-    sizes = [len(bodies.hashes_in(place, store.get(protocol.body_name(place)))) for place in places]
+    sizes = [len({*bodies.hashes_in(place, store.get(protocol.body_name(place)))}) for place in places]
     assert puts.total() == sum(sizes) + len(sizes)
+    assert sum(sizes) < sum(len(bodies.hashes_in(place, store.get(protocol.body_name(place)))) for place in places)
 
 
 def test_progress_that_an_island_has_left_with_sends_no_more_pieces():
@@ -405,5 +411,7 @@ def test_requests_of_short_bodies_are_those_of_whole_ones(monkeypatch):
         return function(*arguments)
 
     train_together(wrap(store, around), method(), ["a", "b"], 2)
-    # The first parameters are put by one of them, and both see that they are there.
-    assert Counter(asked) == {"put": 1 + 2 * 2, "get": 2 * 2, "get_range": 2}
+    # The first parameters are put by one of them or both, and both see that they are there.
+    kinds = Counter(asked)
+    assert (kinds["get"], kinds["get_range"]) == (2 * 2, 2)
+    assert kinds["put"] - 2 * 2 in (1, 2)
