@@ -19,7 +19,7 @@ from ..compressors.compressor import DamagedCodeError
 from ..local_sgd.state import LocalStepsState
 from . import identity, protocol
 from .base import DamagedError, RunMismatchError
-from .bodies import Body, unpack_found
+from .bodies import Body, is_whole, unpack_found
 from .cleanup import KEPT_ANCHORS, keep_anchor, last_forgotten
 from .connection import Connection
 from .exchange import (
@@ -433,9 +433,10 @@ class Replay:
             return arrays
         if place not in self._bodies:
             found = self._store.get_body(place)
-            if found is None:
-                # It goes with the round in which it was sent, which may be an earlier one.
+            if not is_whole(found):
+                # It goes with the round in which it was sent, which may be an earlier one; some of its pieces go first.
                 self.check_not_forgotten(protocol.round_of(place))
+            if found is None:
                 raise DamagedError(f"the store has no body {place}, which a drift names")
             self._bodies[place] = self._decode(place, found, number)
         return self._bodies[place]

@@ -270,9 +270,9 @@ def test_neither_sending_nor_reading_holds_a_second_copy(monkeypatch):
     ("reducer", "options"),
     [
         ("exact", {}),
-        ("exact", {"overlap": True}),
+        pytest.param("exact", {"overlap": True}, marks=pytest.mark.slow),
         ("exact", {"owners": 3}),
-        ("4 bits with feedback", {}),
+        pytest.param("4 bits with feedback", {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_in_pieces_has_the_bits_of_one_without(reducer, options, monkeypatch):
@@ -369,7 +369,7 @@ def test_progress_that_an_island_has_left_with_sends_no_more_pieces():
     assert len(puts) == 1
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fragments", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_kill_at_any_call_of_the_store_stops_no_other_island_and_leaves_no_piece(stride, fragments, monkeypatch):
     """Between two pieces too; what the dead one has left goes with its round."""
@@ -398,6 +398,30 @@ def test_a_kill_at_any_call_of_the_store_stops_no_other_island_and_leaves_no_pie
         if not was_killed:
             break
     assert moment > 40
+
+
+def test_an_island_that_reads_a_body_while_it_is_deleted_goes_on_from_newer_parameters():
+    """Of a body that is deleted, pieces may be gone while its index is there."""
+    store, indices = islands.memory(), {}
+    tx, options = method(inner=optax.sgd(0.1)), {"round_timeout": 0.05, "keep_every": 1}
+    step = step_of(tx)
+    with (
+        islands.join(store, tx, name="slow", **options) as slow,
+        islands.join(store, tx, name="fast", **options) as fast,
+    ):
+        state, other = slow.enter(begin(tx)), fast.enter(begin(tx))
+        for _ in range(2 * protocol.most_rounds(1)):
+            other, report = fast.meet(step(other, GOALS[1]))
+            fast._cleaner.join()
+            indices |= {name: store.get(name) for name in store.list("bodies/") if name not in indices}
+        (member,) = commits_of(store)[0].members
+        name = protocol.body_name(member.body)
+        assert store.get(name) is None
+        assert bodies.hashes_in(member.body, indices[name])
+        store.put(name, indices[name])
+        state, report = slow.meet(step(state, GOALS[0]))
+        assert report.late
+        assert report.round > protocol.most_rounds(1)
 
 
 def test_requests_of_short_bodies_are_those_of_whole_ones(monkeypatch):
