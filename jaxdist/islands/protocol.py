@@ -237,12 +237,12 @@ def pack(tag: str, arrays: Sequence[np.ndarray]) -> bytes:
     return b"".join(pack_parts(tag, arrays))
 
 
-def pack_parts(tag: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+def pack_parts(tag: str, arrays: Sequence[np.ndarray]) -> list[memoryview]:
     """The parts that `pack` joins, as bytes: the header, and the memory of the arrays."""
     kinds = [[list(x.shape), str(x.dtype)] for x in arrays]
     header = json.dumps({"of": tag, "arrays": kinds}, separators=(",", ":")).encode()
-    head = np.frombuffer(_MAGIC + struct.pack("<I", len(header)) + header, np.uint8)
-    return [head, *(np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays)]
+    head = memoryview(_MAGIC + struct.pack("<I", len(header)) + header)
+    return [head, *(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data for x in arrays)]
 
 
 def unpack(name: str, body: bytes, like: Sequence[Any] | None) -> list[np.ndarray]:
