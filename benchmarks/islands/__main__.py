@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "endurance": "hundreds of rounds over a server that fails, with kills, stops, and slow or many islands",
     "grace": "goodput and pauses with slow islands, with and without a grace",
     "cost": "bytes and seconds of a meeting on a shaped link, and its processor time",
+    "size": "peak memory, bytes and seconds of meetings of large models",
 }
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ class SharedStore(NamedTuple):
     Every function may raise `OSError` (or what the library beneath raises) when the store is out of reach; islands
     then try again. A store of your own needs the first five functions. Islands call them in threads of their own, one
     at a time, but that a `put`, and what a clean-up lists and deletes, may run beside another function: they must not
-    hold up the rounds.
+    hold up the rounds. Of what has more than 16 MiB, four pieces of 8 MiB are put, or got, at once.
 
     Attributes:
       create: `create(name, body) -> bool`: writes whole bytes under a name that is absent. Of several callers at once

@@ -14,6 +14,7 @@ from contextlib import suppress
 import numpy as np
 
 from . import protocol
+from .bodies import Body
 from .connection import Connection
 from .protocol import Anchor, number_in
 
@@ -38,10 +39,9 @@ def keep_anchor(
     name = protocol.anchor_name(number)
     if any(kept >= name for kept in store.list("anchors/")):
         return
-    body = protocol.pack(name, arrays)
-    place = protocol.body_place(number, body)
-    store.put(protocol.body_name(place), body)
-    store.create(name, protocol.to_json(Anchor(number, place, digest, tuple(counted))))
+    body = Body(number, name, arrays)
+    store.put_body(body)
+    store.create(name, protocol.to_json(Anchor(number, body.place, digest, tuple(counted))))
 
 
 def forget_rounds(store: Connection, rounds: int) -> None:

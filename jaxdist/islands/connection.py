@@ -19,8 +19,9 @@ import numpy as np
 from .._stores.base import SharedStore, deletions
 from .._stores.problems import is_refusal
 from ..processes.broadcast import broadcast
-from . import base
+from . import base, bodies, protocol
 from .base import IslandError, StoreUnusableError
+from .bodies import Body, BodyReader
 from .protocol import is_of_run
 
 logger = logging.getLogger("jaxdist.islands")
@@ -33,8 +34,10 @@ LEAST_SECONDS = 0.1
 # Processes that wait for process 0 do so in a collective, which has a time limit of its own; and a log says what takes
 # longer.
 SLICE = 5.0
-# The functions of a store that return bytes.
-READS = ("get", "get_range")
+# The requests that return bytes.
+READS = ("get", "get_range", "get_body")
+# Pieces of a long body that are put before a more urgent request may be.
+PIECES_AT_ONCE = 2 * bodies.TOGETHER
 # Seconds between two warnings of failures of one kind, at first and where they go on.
 LEAST_SILENCE, MOST_SILENCE = 1.0, 60.0
 
@@ -134,7 +137,8 @@ class Connection:
     collective which another does not enter. A function that raises is called again until `deadline`, by the clock of
     process 0; then, and `GRACE` later if there is no answer, `ConnectionError` is raised in all of them.
 
-    One thread of process 0 puts bodies, one lists what to delete and deletes it, another one calls all other functions.
+    One thread of process 0 puts bodies, one lists what to delete and deletes it, another one calls all other functions;
+    those that put or read a long body have others for its pieces.
 
     Args:
       store: what process 0 asks.
@@ -169,9 +173,11 @@ class Connection:
             # Seconds that a small request takes.
             self._seconds = 0.0
             # Bytes that were read ahead, by name; never others than those in the store.
-            self.read_ahead: dict[str, bytes] = {}
+            self.read_ahead: dict[str, bytes | list[bytes]] = {}
         self._shared = shared
         self._under_way: dict[tuple[Any, ...], Request] = {}
+        # Long bodies of which pieces have come.
+        self._readers: dict[str, BodyReader] = {}
 
     def in_background(self, *, urgent: bool, cleans: bool = False) -> "Connection":
         """A connection for another thread of this process, over the same threads, without a deadline."""
@@ -195,6 +201,35 @@ class Connection:
             return self.ask("get_range", name, start, end)
         body = self.get(name)
         return None if body is None else body[start:end]
+
+    def put_body(self, body: Body) -> None:
+        """Stores a body under its place: of a long one first the pieces that the store has not yet, several at once."""
+        name, missing = protocol.body_name(body.place), body.missing_pieces()
+        # The first one alone, to see how long it takes.
+        at_once, started = 1, self.now()
+        while missing:
+            self.ask("put_pieces", name, body, tuple(missing[:at_once]))
+            if self.closed.is_set():
+                raise ConnectionError("closed before all pieces were there")
+            missing = missing[at_once:]
+            at_once = PIECES_AT_ONCE if at_once > 1 or self.now() - started <= bodies.QUICK else 1
+            started = self.now()
+        self.put(name, body.stored)
+
+    def get_body(self, place: str) -> "list[bytes] | None":
+        """What is stored at a place, and its pieces if that is an index, for `bodies.unpack_found`; or `None`."""
+        return self.ask("get_body", protocol.body_name(place))
+
+    def get_range_of_body(self, place: str, size: int, start: int, end: int) -> bytes | None:
+        """The bytes of a body that has so many, from `start` up to `end`, or `None` if some are missing."""
+        name, length = protocol.body_name(place), bodies.PIECE
+        if size <= bodies.LONGEST_WHOLE:
+            return self.get_range(name, start, end)
+        parts, hashes = [], bodies.hashes_in(place, self.get(name) or b"")
+        for piece in range(start // length, -(-end // length)) if hashes else ():
+            piece_name, first = bodies.piece_name(place, hashes[piece]), piece * length
+            parts.append(self.get_range(piece_name, max(start - first, 0), min(end - first, length)) or b"")
+        return b"".join(parts) if parts else None
 
     def list(self, prefix: str) -> list[str]:
         """The names with this prefix that may be of a run, sorted."""
@@ -228,7 +263,7 @@ class Connection:
 
         return StoreTraffic(*self.agree(take))
 
-    def keep_ahead(self, found: dict[str, bytes]) -> None:
+    def keep_ahead(self, found: "dict[str, bytes | list[bytes]]") -> None:
         """Keeps bytes that were read ahead."""
         with self._shared._lock:
             self._shared.read_ahead |= found
@@ -241,6 +276,8 @@ class Connection:
     def forget_answers(self) -> None:
         """Drops answers that came after their deadline and that were not asked for again."""
         self._under_way = {key: request for key, request in self._under_way.items() if not request.done.is_set()}
+        names = {key[1] for key in self._under_way}
+        self._readers = {name: reader for name, reader in self._readers.items() if name in names}
 
     def ask(self, kind: str, *arguments: Any) -> Any:
         """The answer of a function of the store, which is called again while it raises.
@@ -298,30 +335,36 @@ class Connection:
             logger.warning("waiting for the store: no answer yet to the first requests")
 
     def agree(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function returns in process 0, in all processes: what JSON can hold, or a pair that ends in bytes."""
+        """What a function returns in process 0, in all processes.
+
+        That is what JSON can hold, or a pair that ends in bytes, or in a list of bytes.
+        """
         if not self._together:
             return function(*arguments)
         is_first = jax.process_index() == 0
         answer = function(*arguments) if is_first else None
-        is_bytes = isinstance(answer, tuple) and isinstance(answer[-1], bytes)
-        message = answer[-1] if isinstance(answer, tuple) and is_bytes else json.dumps(answer).encode()
-        size = int(_share(np.int64(len(message) if is_first else 0)))
-        kind = bool(_share(np.bool_(is_bytes)))
-        buffer = np.frombuffer(message, np.uint8) if is_first else np.zeros(size, np.uint8)
-        arrived = np.asarray(_share(buffer)).tobytes() if size else b""
-        return ("answered", arrived) if kind else json.loads(arrived)
+        last: Any = answer[-1] if isinstance(answer, tuple) else None
+        is_bytes, is_list = isinstance(last, bytes), isinstance(last, list) and isinstance(last[0], bytes)
+        messages: Any = [last] if is_bytes else last if is_list else [json.dumps(answer).encode()]
+        count, is_bytes, is_list = _share(np.array([len(messages), is_bytes, is_list])).tolist()
+        arrived = [_share_bytes(message) for message in (messages if is_first else [b""] * count)]
+        if is_list:
+            return "answered", arrived
+        return ("answered", arrived[0]) if is_bytes else json.loads(arrived[0])
 
     # In process 0
 
     def _attend(self, kind: str, arguments: tuple[Any, ...], tries: int, asked_at: float) -> tuple[str, Any]:
         """Waits for a request, which it begins if there is none; returns its state, and the answer or the problem."""
-        if kind == "get" and arguments[0] in self._shared.read_ahead:
-            return "answered", self._shared.read_ahead[arguments[0]]
+        if kind in READS and arguments[0] in self._shared.read_ahead:
+            found = self._shared.read_ahead[arguments[0]]
+            # Whoever takes it uses up the list.
+            return "answered", list(found) if isinstance(found, list) else found
         key, lane = (kind, *arguments), self._shared._lane_of(kind, cleans=self._cleans)
         request = self._under_way.get(key)
         # What was not there when an earlier call asked may have come.
         if request is None or (request.done.is_set() and request.ended_at < asked_at and _has_aged(kind, request)):
-            request = Request(getattr(self.store, kind), _plain(arguments), kind)
+            request = Request(self._function_of(kind, arguments), _plain(arguments), kind)
             self._under_way[key] = request
             lane.submit(request, urgent=self._urgent)
         left = max(self.deadline + GRACE, asked_at + LEAST_SECONDS) - time.monotonic()
@@ -333,6 +376,8 @@ class Connection:
             return "under way", [running.describe(), running.name]
         del self._under_way[key]
         if request.error is None:
+            if kind == "get_body" and bodies.is_whole(request.answer):
+                self._readers.pop(arguments[0], None)
             self._count(kind, arguments, request, tries)
             self._end_silences(kind)
             self.problem = None
@@ -345,6 +390,15 @@ class Connection:
         level = logging.WARNING if self._is_news(kind, type(request.error)) else logging.DEBUG
         logger.log(level, "%s failed, try %d: %s", _describe(kind, arguments), tries + 1, problem)
         return "refused" if is_refusal(request.error) else "failed", problem
+
+    def _function_of(self, kind: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """What answers a request: a function of the store, or one that calls it for the pieces of a body."""
+        if kind == "put_pieces":
+            return lambda name, body, pieces: body.put_pieces(self.store.put, pieces, self.closed)
+        if kind == "get_body":
+            reader = self._readers.setdefault(arguments[0], BodyReader(arguments[0]))
+            return lambda name: reader.read(self.store.get, self.closed)
+        return getattr(self.store, kind)
 
     def _is_news(self, kind: str, error: type[BaseException]) -> bool:
         """Whether the log is told of such a failure: a store that is away fails at once, for hours."""
@@ -363,7 +417,7 @@ class Connection:
                 self._shared._silences[key] = end - seconds + LEAST_SILENCE, 0.0
 
     def _lane_of(self, kind: str, *, cleans: bool) -> Lane:
-        if kind == "put":
+        if kind in ("put", "put_pieces"):
             return self._uploads
         is_cleaning = kind.startswith("delete") or (cleans and kind == "list")
         return self._deletions if is_cleaning else self._requests
@@ -371,15 +425,21 @@ class Connection:
     def _count(
         self, kind: str, arguments: tuple[Any, ...], request: Request, tries: int, problem: str | None = None
     ) -> None:
-        shared = self._shared
+        shared, requests = self._shared, 1
         with shared._lock:
             traffic = shared._traffic
             if problem is None:
                 sent = len(arguments[1]) if kind in ("put", "create") else 0
                 received = len(request.answer or b"") if kind in READS else 0
+                if kind == "put_pieces":
+                    sent, requests = sum(map(arguments[1].length_of, arguments[2])), len(arguments[2])
+                if kind == "get_body" and request.answer is not None:
+                    # Equal pieces are read once.
+                    unique = {id(one): len(one) for one in request.answer}
+                    received, requests = sum(unique.values()), len(unique)
                 traffic = traffic._replace(sent=traffic.sent + sent, received=traffic.received + received)
             shared._traffic = traffic._replace(
-                requests=traffic.requests + 1,
+                requests=traffic.requests + requests,
                 retries=traffic.retries + (tries > 0),
                 problem=problem or traffic.problem,
             )
@@ -413,7 +473,9 @@ def _await_request(request: Request, seconds: float) -> tuple[str, Any, str | No
 
 def _has_aged(kind: str, request: Request) -> bool:
     """Whether an answer to an earlier call may be another one now: bytes, once they are there, stay the same."""
-    return request.error is not None or kind == "list" or (kind in READS and request.answer is None)
+    if request.error is not None or kind == "list":
+        return True
+    return not bodies.is_whole(request.answer) if kind == "get_body" else kind in READS and request.answer is None
 
 
 def _plain(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -427,6 +489,14 @@ def _describe(kind: str, arguments: tuple[Any, ...]) -> str:
 
 def _name_of(arguments: tuple[Any, ...]) -> str:
     return arguments[0] if arguments and isinstance(arguments[0], str) else ""
+
+
+def _share_bytes(message: bytes) -> bytes:
+    """The bytes of process 0, in all processes."""
+    is_first = jax.process_index() == 0
+    size = int(_share(np.int64(len(message) if is_first else 0)))
+    buffer = np.frombuffer(message, np.uint8) if is_first else np.zeros(size, np.uint8)
+    return np.asarray(_share(buffer)).tobytes() if size else b""
 
 
 def _share(value: Any) -> Any:

@@ -9,8 +9,8 @@ mean of a message, `received`, with which they run the reducer up to the next on
 if, and only if, its last message counts, whichever islands counted before.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +69,12 @@ class RoundMethod(NamedTuple):
 def select_shared(state: LocalStepsState) -> Shared:
     """The part of a state of local steps that all islands share."""
     return Shared(state.anchor, state.outer[0], common_leaves(state.reducer[0]))
+
+
+def commit_counts(state: LocalStepsState) -> LocalStepsState:
+    """Returns the state with counts bound to their devices, as steps return them beside such parameters."""
+    counts = {name: getattr(state, name) for name in ("count", "since", "rounds", "rates", "examples")}
+    return state._replace(**jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), counts))
 
 
 def with_shared(state: LocalStepsState, shared: Shared) -> LocalStepsState:
@@ -245,6 +251,11 @@ def rebase(anchor: Updates, params: PyTree, ahead: Updates) -> PyTree:
     return jax.tree.map(lambda a, p, d: (round_like(a, p) - d).astype(p.dtype), anchor, params, ahead)
 
 
+def strengthen(tree: PyTree) -> PyTree:
+    """Returns the arrays of a tree as steps return them: those that are made of a Python number have a weak type."""
+    return jax.tree.map(lambda x: x.astype(x.dtype) if x.weak_type else x, tree)
+
+
 @jax.jit
 def subtract(x: Updates, y: Updates) -> Updates:
     """Returns `x - y` of two trees."""
@@ -257,7 +268,22 @@ def zeros_like(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-@jax.jit
+def _on_counts(change: Callable[..., LocalStepsState]) -> Callable[..., LocalStepsState]:
+    """Compiles what changes the counts of a state, without the rest: a program returns as a copy what it leaves alone.
+
+    With fragments, each has the inner optimizer's state of the whole model.
+    """
+    program = jax.jit(change)
+
+    @wraps(change)
+    def change_counts(local: LocalStepsState, *numbers: Any) -> LocalStepsState:
+        rest = {name: getattr(local, name) for name in ("anchor", "outer", "inner", "reducer", "sent_from")}
+        return program(local._replace(**dict.fromkeys(rest)), *numbers)._replace(**rest)
+
+    return change_counts
+
+
+@_on_counts
 def restart_counts(local: LocalStepsState, number: Array) -> LocalStepsState:
     """Returns the state at the start of a round, which is also the number of rounds before it."""
     zeros = {name: jnp.zeros_like(getattr(local, name)) for name in ("since", "rates")}
@@ -266,7 +292,7 @@ def restart_counts(local: LocalStepsState, number: Array) -> LocalStepsState:
     return local._replace(rounds=jnp.full_like(local.rounds, number), examples=uncounted, **zeros)
 
 
-@jax.jit
+@_on_counts
 def subtract_counts(
     local: LocalStepsState, number: Array, examples: Array, steps: Array, rates: Array
 ) -> LocalStepsState:
@@ -290,34 +316,41 @@ def move_counts(local: LocalStepsState, number: Array | np.int32) -> LocalStepsS
     return subtract_counts(local, number, np.float32(0), np.int32(0), np.float32(0))
 
 
-@jax.jit
+@_on_counts
 def with_examples(local: LocalStepsState, examples: Array) -> LocalStepsState:
     """Returns the state with another number of examples of what is ahead of the global parameters."""
     return local._replace(examples=with_value(local.examples, jnp.full_like(local.examples.value, examples)))
 
 
-@partial(jax.jit, static_argnums=(0, 3))
 def catch_up(
-    inner: optax.GradientTransformationExtraArgs, local: LocalStepsState, steps: Array, is_ahead: bool
+    inner: optax.GradientTransformationExtraArgs, local: LocalStepsState, steps: Array | np.int32, is_ahead: bool
 ) -> LocalStepsState:
     """Returns the state at a step of the run: schedules go on there, moments are its own.
 
     A state that is ahead counts from its start: what it has done belongs to no round of this run.
     """
-    steps = jnp.asarray(steps, local.count.dtype)
-    missing = steps if is_ahead else steps - local.count
-    old = unmark_inner(local.inner, None)
-    state = advance_schedules(inner, old, local.anchor, missing, from_start=is_ahead)
-    return local._replace(count=jnp.copy(steps), inner=mark_inner(state, None))
+    count, state = _catch_up(inner, local.count, local.inner, local.anchor, steps, is_ahead)
+    return local._replace(count=count, inner=state)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 5))
+def _catch_up(inner: Any, count: Array, state: State, anchor: Updates, steps: Array, is_ahead: bool) -> Any:
+    steps = jnp.asarray(steps, count.dtype)
+    missing = steps if is_ahead else steps - count
+    moved = advance_schedules(inner, unmark_inner(state, None), anchor, missing, from_start=is_ahead)
+    return jnp.copy(steps), mark_inner(moved, None)
+
+
 def restart_buffers(
     inner: optax.GradientTransformationExtraArgs, local: LocalStepsState, params: PyTree
 ) -> LocalStepsState:
     """Returns the state with the inner optimizer's moments as `init` makes them; its schedules go on."""
-    state = update_inner_buffers("reset", alone(), True, inner, unmark_inner(local.inner, None), params)
-    return local._replace(inner=mark_inner(state, None))
+    return local._replace(inner=_restart_buffers(inner, local.inner, params))
+
+
+@partial(jax.jit, static_argnums=0)
+def _restart_buffers(inner: Any, state: State, params: PyTree) -> State:
+    return mark_inner(update_inner_buffers("reset", alone(), True, inner, unmark_inner(state, None), params), None)
 
 
 def needs_rate(outer: optax.GradientTransformationExtraArgs, like: PyTree) -> bool:
@@ -430,10 +463,12 @@ def describe_shared(shared: Sequence[Shared]) -> list[jax.ShapeDtypeStruct]:
     return jax.eval_shape(lambda tree: [_bits(x) for x in jax.tree.leaves(tree)], shared)
 
 
-def restore_shared(arrays: Sequence[np.ndarray], like: Sequence[Shared]) -> list[Shared]:
-    """The shared states of these arrays, placed as `like` are."""
+def restore_shared(arrays: list[np.ndarray], like: Sequence[Shared]) -> list[Shared]:
+    """The shared states of these arrays, placed as `like` are; it uses up the list, for less memory."""
     leaves, structure = jax.tree.flatten(like)
-    return structure.unflatten([_place(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)])
+    assert len(arrays) == len(leaves)
+    arrays.reverse()
+    return structure.unflatten([_place(arrays.pop(), leaf) for leaf in leaves])
 
 
 def _bits(x: Array) -> Array:

@@ -52,6 +52,7 @@ from .exchange import (
     restart_buffers,
     restart_counts,
     select_shared,
+    strengthen,
     subtract,
     subtract_counts,
     to_host,
@@ -560,12 +561,12 @@ class Island:
         rate = self._rate_of(local, bool(to_host(moved)))
         # Equal drifts of two processes of this name have two bodies.
         tag = f"{round_name(number, 'drift', self._options.name)}/{self._session}"
-        place, body, pieces = self._replay.pack_body(tag, [to_host(x) for x in arrays], number)
+        body, pieces = self._replay.pack_body(tag, [to_host(x) for x in arrays], number)
         base = self._replay.base_of(fragment)
         record = Drift(
             session=self._session,
-            body=place,
-            bytes=len(body),
+            body=body.place,
+            bytes=body.size,
             base=base,
             weight=weight,
             examples=_examples_of(local),
@@ -579,7 +580,7 @@ class Island:
         kept = drift
         if self._options.eager and merges and not leaving:
             kept = self._take_share(part, drift, None if rate is None else np.float32(rate))
-        flight = InFlight(place, drift, kept, after, record, float(to_host(local.rates)[0]))
+        flight = InFlight(body.place, drift, kept, after, record, float(to_host(local.rates)[0]))
         # With owners no island reads whole bodies.
         reads_ahead = self._options.overlap and not leaving and not self._replay.run.owners
         ahead = self._replay.expected if reads_ahead else ()
@@ -737,7 +738,7 @@ class Island:
         """
         replay, name = self._replay, self._options.name
         part, outbox, fragment = model[replay.fragment], self._outbox, replay.fragment
-        flight, ahead = outbox.flight, measure_drift(part.local.anchor, part.params)
+        flight, before = outbox.flight, part.local.anchor
         differs, merges = commit.base != replay.base, self._schedule.merges_in(replay.round)
         if differs:
             self._take_kept_anchors(model)
@@ -747,6 +748,8 @@ class Island:
         is_counted = flight is not None and bodies.get(name) == flight.body
         expected = tuple(sorted({*replay.expected, *bodies, *commit.missing}))
         shared = replay.advance(local, commit)
+        # Not earlier, nor anything for longer than needed: a large model has little memory beside it.
+        ahead = measure_drift(before, part.params)
         if not merges:
             outbox.clear()
             self._note(late=not is_counted or self._report.late)
@@ -758,6 +761,7 @@ class Island:
             is_slow = self._report.late or protocol.is_too_old(flight.body, replay.round - 1, 1)
             self._late = self._late + 1 if is_slow else 0
             self._note(counted=True, examples=self._report.examples + flight.record.examples)
+            flight = None
         else:
             outbox.next_round()
             is_late = name not in commit.differing and name not in commit.damaged
@@ -828,17 +832,19 @@ class Island:
         """Enters the run where it is; a state that is just as far keeps its progress."""
         replay, locals_ = self._replay, [part.local for part in model]
         own_round, own_digest = max(int(to_host(local.rounds)[0]) for local in locals_), replay.digest
-        params = [part.params for part in model]
-        aheads = [measure_drift(part.local.anchor, part.params) for part in model]
-        kept = [local.reducer[0] for local in locals_]
+        own = [(part.local, part.params) for part in model]
         while True:
-            anchor, locals_ = replay.load_newest(locals_)
-            for part, local, own, ahead in zip(model, locals_, params, aheads, strict=True):
-                part.local, part.params = local, rebase(local.anchor, own, zeros_like(ahead))
+            anchor, locals_ = replay.load_newest(locals_, known=replay.digest)
             replay.go_to(anchor, locals_)
+            commit = replay.read_commit(replay.round)
+            for part, local in zip(model, locals_, strict=True):
+                part.local = local
+                if commit is not None or replay.digest != own_digest:
+                    part.params = rebase(local.anchor, part.params, zeros_like(local.anchor))
             with suppress(_LeftBehindError):
-                while (commit := replay.read_commit(replay.round)) is not None:
+                while commit is not None:
                     self._apply(model, commit)
+                    commit = replay.read_commit(replay.round)
                 break
             locals_ = [part.local for part in model]
         merges_before = self._schedule.merges_before
@@ -848,11 +854,15 @@ class Island:
             # The drift of an earlier process of this name will count in an open round: it must not be sent again.
             number = self._schedule.next_round(fragment, replay.round)
             is_sent = self._store.get(round_name(number, "drift", self._options.name)) is not None
+            local, params = own[fragment]
             if is_here and not is_sent:
                 self._keeps_progress = True
-                part.params = rebase(part.local.anchor, params[fragment], aheads[fragment])
+                part.params = strengthen(params)
+                if part.local.anchor is not local.anchor:
+                    part.params = rebase(part.local.anchor, params, measure_drift(local.anchor, params))
             else:
-                part.local = self._with_fresh_reducer(part.local, kept[fragment], fragment)
+                part.params = rebase(part.local.anchor, params, zeros_like(part.local.anchor))
+                part.local = self._with_fresh_reducer(part.local, local.reducer[0], fragment)
 
     def _with_fresh_reducer(self, local: LocalStepsState, like: PyTree, fragment: int) -> LocalStepsState:
         """The state without what its reducer has kept, which may have been sent since, and without counts."""

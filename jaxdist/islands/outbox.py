@@ -11,8 +11,9 @@ import jax
 from .._core.types import State, Updates
 from . import protocol
 from .base import DamagedError
+from .bodies import Body, is_whole
 from .connection import LEAST_SECONDS, SLICE, Connection, _RefusedError
-from .protocol import Drift, body_name, number_in, round_name
+from .protocol import Drift, number_in, round_name
 
 # Seconds between two looks for drifts of others: there is no hurry before the next meeting.
 FIRST_LOOK, LONGEST_LOOK = 0.05, 5.0
@@ -49,14 +50,13 @@ class Sender:
 
     Args:
       store: a connection of its own.
-      place: of the body.
       body: its bytes.
       record: the name and the bytes of its record; another meeting may set those of a later round.
       expected: the islands whose bodies to read ahead.
     """
 
-    def __init__(self, store: Connection, place: str, body: bytes, record: tuple[str, bytes], expected: Iterable[str]):
-        self._store, self._place, self._body, self.record = store, place, body, record
+    def __init__(self, store: Connection, body: Body, record: tuple[str, bytes], expected: Iterable[str]):
+        self._store, self._body, self.record = store, body, record
         self._expected = frozenset(expected)
         # The name of the record, whether it was created, and when.
         self.created: tuple[str, bool, float] | None = None
@@ -67,8 +67,8 @@ class Sender:
         self._thread.start()
 
     def again(self) -> "Sender":
-        """Sends the same once more."""
-        return Sender(self._store, self._place, self._body, self.record, self._expected)
+        """Sends the same once more, but for the pieces that the store has."""
+        return Sender(self._store, self._body, self.record, self._expected)
 
     def last_problem(self) -> str | None:
         """Why the last try failed, if it did."""
@@ -85,7 +85,7 @@ class Sender:
     def _run(self) -> None:
         try:
             started = time.monotonic()
-            self._store.put(body_name(self._place), self._body)
+            self._store.put_body(self._body)
             self.upload_seconds = time.monotonic() - started
             if self._store.closed.is_set():
                 # Who has left with this progress may send it again.
@@ -120,10 +120,10 @@ class Sender:
     def _read(self, store: Connection, name: str) -> None:
         record = store.get(name) or b""
         place = protocol.parse(Drift, name, record).body
-        body = store.get(body_name(place))
+        found = store.get_body(place)
         # Nothing that was cut on the way is kept.
-        if body is not None and protocol.is_intact(place, body):
-            store.keep_ahead({name: record, body_name(place): body})
+        if found is not None and is_whole(found) and protocol.is_intact(place, found[0]):
+            store.keep_ahead({name: record, protocol.body_name(place): found})
 
 
 class Outbox:
@@ -143,13 +143,13 @@ class Outbox:
         # In process 0.
         self._sender: Sender | None = None
 
-    def send(self, flight: InFlight, body: bytes, number: int, base: str, name: str, expected: Iterable[str]) -> None:
+    def send(self, flight: InFlight, body: Body, number: int, base: str, name: str, expected: Iterable[str]) -> None:
         """Begins to send a drift; then the bodies of the `expected` islands are read ahead."""
         # Before the store is asked: an answer may be lost, and then another drift must not take the place of this one.
         self.flight = flight
         record = self._record(number, base, name)
         if jax.process_index() == 0:
-            self._sender = Sender(self._store.in_background(urgent=True), flight.body, body, record, expected)
+            self._sender = Sender(self._store.in_background(urgent=True), body, record, expected)
 
     def record_in(self, number: int, base: str, name: str, *, wait: bool) -> str:
         """Brings the record of the drift into a round, once its body is in the store.

@@ -122,7 +122,7 @@ def read_piece(store: Connection, place: str, end: int, layout: PieceLayout, pie
       DamagedError: it is missing, or its bytes are not those that its hash names.
     """
     start = end - (layout.number - piece) * layout.size
-    row = store.get_range(protocol.body_name(place), start, start + layout.size)
+    row = store.get_range_of_body(place, end, start, start + layout.size)
     if row is None or hash_of(row) != hashed:
         raise DamagedError(f"piece {piece} of the body {place} is {'missing' if row is None else 'damaged'}")
     return row

@@ -11,7 +11,8 @@ rounds/00000020/drift/NAME    what NAME adds in round 20: names the body, gives 
 rounds/00000020/here/NAME     NAME will take part in round 20
 rounds/00000020/left/NAME     NAME will not
 rounds/00000020/commit        which drifts count, in which order; created once, by the island that is first; stays
-bodies/00000020/HASH          bytes under their own hash, encoded while round 20 was open
+bodies/00000020/HASH          bytes under their own hash, encoded while round 20 was open; of a long body (`bodies`) its
+                              index, and a piece under each of the hashes in that
 means/00000020/000003         with owners (`owners`): a piece of the mean of round 20, created by one of its members
 
 A body is sent while rounds go on, so that a record may name one of an earlier round; but not of one that is more than
@@ -35,8 +36,8 @@ import numpy as np
 from .._stores.base import hash_of
 from .base import DamagedError
 
-# 2: packed codes in planes. 3: bodies by rounds, and records of drifts that span several.
-FORMAT = 3
+# 2: packed codes in planes. 3: bodies by rounds, and records of drifts that span several. 4: long bodies in pieces.
+FORMAT = 4
 _MAGIC = b"jaxdist1"
 
 
@@ -233,10 +234,15 @@ def pack(tag: str, arrays: Sequence[np.ndarray]) -> bytes:
     The tag, the name of the record that will name this body, keeps equal arrays of two rounds apart: they are deleted
     at different times.
     """
+    return b"".join(pack_parts(tag, arrays))
+
+
+def pack_parts(tag: str, arrays: Sequence[np.ndarray]) -> list[memoryview]:
+    """The parts that `pack` joins, as bytes: the header, and the memory of the arrays."""
     kinds = [[list(x.shape), str(x.dtype)] for x in arrays]
     header = json.dumps({"of": tag, "arrays": kinds}, separators=(",", ":")).encode()
-    parts = [np.ascontiguousarray(x).tobytes() for x in arrays]
-    return b"".join([_MAGIC, struct.pack("<I", len(header)), header, *parts])
+    head = memoryview(_MAGIC + struct.pack("<I", len(header)) + header)
+    return [head, *(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data for x in arrays)]
 
 
 def unpack(name: str, body: bytes, like: Sequence[Any] | None) -> list[np.ndarray]:
@@ -249,25 +255,52 @@ def unpack(name: str, body: bytes, like: Sequence[Any] | None) -> list[np.ndarra
     """
     if not is_intact(name, body):
         raise DamagedError(f"the body {name} has another hash ({hash_of(body)}): {len(body)} bytes were cut or altered")
-    start = len(_MAGIC) + 4
+    return unpack_pieces(name, [body], like)
+
+
+def unpack_pieces(name: str, pieces: list[bytes], like: Sequence[Any] | None) -> list[np.ndarray]:
+    """As `unpack`, of bytes in pieces that are known to be whole; it removes each from the list when it has copied it.
+
+    An array that is in a single piece is a view of it.
+    """
+    size = left = sum(map(len, pieces))
     try:
-        length = struct.unpack("<I", body[len(_MAGIC) : start])[0]
-        header = json.loads(body[start : start + length])
+        magic, start = _take_bytes(pieces, 0, min(len(_MAGIC) + 4, size))
+        length = struct.unpack("<I", magic[len(_MAGIC) :].tobytes())[0]
+        found, start = _take_bytes(pieces, start, min(length, size - len(magic)))
+        header = json.loads(found.tobytes())
     except (ValueError, struct.error) as error:
         raise DamagedError(f"the body {name} has no header: {error}") from error
-    if like is None:
-        like = [np.frombuffer(body[start + length :], np.uint8)]
-    wanted = [[list(x.shape), str(np.dtype(x.dtype))] for x in like]
-    if body[: len(_MAGIC)] != _MAGIC or not isinstance(header, dict) or header.get("arrays") != wanted:
+    left -= len(magic) + length
+    kinds = [((left,), np.dtype(np.uint8))]
+    if like is not None:
+        kinds = [(tuple(x.shape), np.dtype(x.dtype)) for x in like]
+    wanted = [[list(shape), str(dtype)] for shape, dtype in kinds]
+    if magic[: len(_MAGIC)].tobytes() != _MAGIC or not isinstance(header, dict) or header.get("arrays") != wanted:
         raise DamagedError(f"the body {name} holds other arrays than this run's: {header} instead of {wanted}")
-    arrays, place = [], start + length
-    for x in like:
-        size = int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize
-        arrays.append(
-            np.frombuffer(body, np.dtype(x.dtype), count=int(np.prod(x.shape)), offset=place).reshape(x.shape)
-        )
-        place += size
+    lengths = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in kinds]
+    if sum(lengths) != left:
+        raise DamagedError(f"the body {name} has {size} bytes instead of {size - left + sum(lengths)}")
+    arrays = []
+    for (shape, dtype), length in zip(kinds, lengths, strict=True):
+        found, start = _take_bytes(pieces, start, length)
+        arrays.append(found.view(dtype).reshape(shape))
     return arrays
+
+
+def _take_bytes(pieces: list[bytes], start: int, length: int) -> tuple[np.ndarray, int]:
+    """So many bytes of pieces from a place in the first one; and the place behind them, in the first that is left."""
+    if start + length <= len(pieces[0]):
+        return np.frombuffer(pieces[0], np.uint8, length, start), start + length
+    found, done = np.empty(length, np.uint8), 0
+    while done < length:
+        some = np.frombuffer(pieces[0], np.uint8)[start : start + length - done]
+        found[done : done + len(some)] = some
+        done, start = done + len(some), start + len(some)
+        if done < length:
+            pieces.pop(0)
+            start = 0
+    return found, start
 
 
 class Next(enum.Enum):

@@ -5,7 +5,7 @@ every process that reads them (`Replay`) computes the same bits, whether it take
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from ..compressors.compressor import DamagedCodeError
 from ..local_sgd.state import LocalStepsState
 from . import identity, protocol
 from .base import DamagedError, RunMismatchError
+from .bodies import Body, is_whole, unpack_found
 from .cleanup import KEPT_ANCHORS, keep_anchor, last_forgotten
 from .connection import Connection
 from .exchange import (
@@ -27,6 +28,7 @@ from .exchange import (
     Shared,
     add_member,
     check_reducer,
+    commit_counts,
     copy_shared_to_host,
     describe_shared,
     digest_of,
@@ -252,10 +254,13 @@ class Replay:
         before = self._last = read_commit(self._store, anchor.round - 1) if anchor.round else None
         self.expected, self._bodies = () if before is None else before.expected, {}
 
-    def load_newest(self, locals_: Sequence[LocalStepsState]) -> tuple[protocol.Anchor, list[LocalStepsState]]:
+    def load_newest(
+        self, locals_: Sequence[LocalStepsState], *, known: str | None = None
+    ) -> tuple[protocol.Anchor, list[LocalStepsState]]:
         """Reads the newest kept global parameters that are whole into states of fragments; the open round stays.
 
-        The rounds since the last ones but one are there, too: from those the same parameters follow.
+        The rounds since the last ones but one are there, too: from those the same parameters follow. If the digest of
+        the states is `known`, those that have the same bits are not read: the states are returned.
 
         Raises:
           DamagedError: there are none, or none are whole; it names the newest.
@@ -268,7 +273,7 @@ class Replay:
             for name in sorted(names, key=lambda name: (name == self._wanted, name), reverse=True):
                 self._wanted = name
                 try:
-                    found = self._load(name, locals_)
+                    found = self._load(name, locals_, known)
                 except DamagedError as error:
                     damage = damage or error
                     continue
@@ -291,22 +296,24 @@ class Replay:
             self._store.sleep(LOOK_PAUSE)
 
     def _load(
-        self, name: str, locals_: Sequence[LocalStepsState]
+        self, name: str, locals_: Sequence[LocalStepsState], known: str | None
     ) -> tuple[protocol.Anchor, list[LocalStepsState]] | None:
         """Reads kept global parameters into states; returns `None` if their record is deleted."""
         record = self._store.get(name)
         if record is None:
             return None
         anchor = protocol.parse(Anchor, name, record)
-        body = self._store.get(protocol.body_name(anchor.body))
-        if body is None and not anchor.round:
+        if anchor.digest == known and self._store.get_range(protocol.body_name(anchor.body), 0, 1):
+            return anchor, [*locals_]
+        found = self._store.get_body(anchor.body)
+        if found is None and not anchor.round:
             # Only the record stays of the parameters that a run began with.
             return None
-        if body is None:
+        if found is None:
             raise DamagedError(f"the store has no body {anchor.body}, which {name} names; {identity.RESTORE}")
         like = [select_shared(local) for local in locals_]
-        shared = restore_shared(protocol.unpack(anchor.body, body, describe_shared(like)), like)
-        return anchor, list(map(with_shared, locals_, shared))
+        shared = restore_shared(unpack_found(anchor.body, found, describe_shared(like)), like)
+        return anchor, [commit_counts(with_shared(*pair)) for pair in zip(locals_, shared, strict=True)]
 
     def follow(self, locals_: Sequence[LocalStepsState]) -> list[LocalStepsState]:
         """Goes to the newest global parameters: the kept ones, and every round since."""
@@ -367,11 +374,14 @@ class Replay:
         shared = self._end_round(select_shared(local), local.reducer[0], commit, self.round)
         self.round, self._bodies, self._last_pieces, self._last = self.round + 1, {}, {}, commit
         self.expected = commit.expected
+        bodies = {(member.name, fragment): member.body for member in commit.members}
+        if self.own.get(fragment, ("", None))[0] in bodies.values():
+            # No other round counts it.
+            del self.own[fragment]
         if not merges:
             return shared
         self.digests[fragment] = digest_of(shared)
         # The islands that sent most recently come last.
-        bodies = {(member.name, fragment): member.body for member in commit.members}
         counted = {key: body for key, body in self.counted.items() if key not in bodies} | bodies
         self.counted = dict(list(counted.items())[-MOST_NAMES * self.schedule.number :])
         return shared
@@ -422,12 +432,13 @@ class Replay:
         if own == place:
             return arrays
         if place not in self._bodies:
-            body = self._store.get(protocol.body_name(place))
-            if body is None:
-                # It goes with the round in which it was sent, which may be an earlier one.
+            found = self._store.get_body(place)
+            if not is_whole(found):
+                # It goes with the round in which it was sent, which may be an earlier one; some of its pieces go first.
                 self.check_not_forgotten(protocol.round_of(place))
+            if found is None:
                 raise DamagedError(f"the store has no body {place}, which a drift names")
-            self._bodies[place] = self._decode(place, body, number)
+            self._bodies[place] = self._decode(place, found, number)
         return self._bodies[place]
 
     def check_drift(self, drift: Drift, number: int) -> None:
@@ -454,28 +465,33 @@ class Replay:
             return rows[piece].tobytes()
         return self._last_pieces.get(place) if piece == self.run.owners - 1 else None
 
-    def pack_body(self, tag: str, arrays: list[Any], number: int) -> tuple[str, bytes, tuple[str, ...]]:
-        """Returns the place, the bytes and the pieces' hashes of the body with this island's drift of a round."""
+    def pack_body(self, tag: str, arrays: list[Any], number: int) -> tuple[Body, tuple[str, ...]]:
+        """Returns the body with this island's drift of a round, and with owners the hashes of its pieces."""
+        codec, fragment = self._reducer.forms.codec, self.schedule.fragment_in(number)
         if self.run.owners:
             rows = self._layout_in(number).cut(arrays)
-            body = protocol.pack(tag, [rows])
-            place = protocol.body_place(number, body)
-            self.own[self.schedule.fragment_in(number)] = (place, rows)
-            return place, body, tuple(hash_of(row.tobytes()) for row in rows)
-        codec, fragment = self._reducer.forms.codec, self.schedule.fragment_in(number)
+            body = Body(number, tag, [rows])
+            self.own[fragment] = (body.place, rows)
+            return body, tuple(hash_of(row.tobytes()) for row in rows)
         if codec is not None:
-            arrays = [np.frombuffer(codec.encode(arrays, self._updates[fragment]), np.uint8)]
-        body = protocol.pack(tag, arrays)
-        place = protocol.body_place(number, body)
-        # Decoded as all islands decode it, so that their bits are the same.
-        self.own[fragment] = (place, self._decode(place, body, number))
-        return place, body, ()
+            code = np.frombuffer(codec.encode(arrays, self._updates[fragment]), np.uint8)
+            body = Body(number, tag, [code])
+            # Decoded as all islands decode it, so that their bits are the same.
+            arrays = self._decode_code(body.place, code, number)
+        else:
+            body = Body(number, tag, arrays)
+        self.own[fragment] = (body.place, arrays)
+        return body, ()
 
-    def _decode(self, place: str, body: bytes, number: int) -> list[Any]:
+    def _decode(self, place: str, found: list[bytes], number: int) -> list[Any]:
+        if self._reducer.forms.codec is None:
+            return unpack_found(place, found, self._messages_in(number))
+        (code,) = unpack_found(place, found, None)
+        return self._decode_code(place, code, number)
+
+    def _decode_code(self, place: str, code: np.ndarray, number: int) -> list[Any]:
         codec, fragment = self._reducer.forms.codec, self.schedule.fragment_in(number)
-        if codec is None:
-            return protocol.unpack(place, body, self._messages_in(number))
-        (code,) = protocol.unpack(place, body, None)
+        assert codec is not None
         try:
             return codec.decode(code.tobytes(), self._updates[fragment])
         except DamagedCodeError as error:
@@ -522,6 +538,13 @@ class Replay:
         bodies = [self.body(member.body, number) for member in commit.members]
         return mean_of(bodies, [member.weight for member in commit.members], like)
 
+    def _add_members(self, added: Iterable[tuple[Any, float]], shared: Shared, reducer: State) -> tuple[Any, Any]:
+        """The sum of what members have sent, with their weights, and the replicated leaves of the reducer's state."""
+        total, replicated = self.method.begin_total(shared.anchor), shared.reducer
+        for arrays, share in added:
+            total, replicated = add_member(self.method, total, arrays, np.float32(share), reducer, self.received)
+        return total, replicated
+
     def _take_step(self, shared: Shared, reducer: State, commit: Commit, number: int) -> Shared:
         # Δ = Σ n_w D(C(Δ_w)) / Σ n_w over the members of the commit, in its order: the same bits on every island
         weight = sum(member.weight for member in commit.members)
@@ -536,9 +559,9 @@ class Replay:
             added, weight = [(means, 1.0)], 1.0
         else:
             added = ((self.body(member.body, number), member.weight) for member in commit.members)
-        total, replicated = self.method.begin_total(shared.anchor), shared.reducer
-        for arrays, share in added:
-            total, replicated = add_member(self.method, total, arrays, np.float32(share), reducer, self.received)
+        total, replicated = self._add_members(added, shared, reducer)
         if renews:
             replicated = renew_reducer(self.method, shared.anchor, means, reducer, self.received)
+        # A large model has little memory beside it.
+        self._bodies = {}
         return take_outer_step(self.method, shared, total, np.float32(weight), replicated, rate)

@@ -265,7 +265,7 @@ def test_a_body_that_is_no_code_is_damaged():
     replay = Replay(Connection(islands.memory()), method_of(tx))
     replay._updates = [jnp.zeros(40)]
     with pytest.raises(islands.DamagedError, match="is no code of entropy 4 512: "):
-        replay._decode(protocol.hash_of(body), body, 0)
+        replay._decode(protocol.hash_of(body), [body], 0)
 
 
 def test_overlap_takes_the_round_at_the_next_meeting_and_keeps_what_came_since():
