@@ -13,6 +13,7 @@ are printed at the end.
 """
 
 import argparse
+import functools
 import json
 import logging
 import statistics
@@ -54,8 +55,9 @@ CONDITIONS = {
 AWAY = (64, 128)
 # Longer than an island that returns amid a round is apart from the others; in times between two meetings.
 TIMEOUT = 1.5
+QUORUM = 1
 CELL = ("islands", "period", "fragments")
-KEY = ("condition", "seed", *CELL, "timeout")
+KEY = ("condition", "seed", *CELL, "timeout", "quorum")
 
 
 class Task(NamedTuple):
@@ -121,12 +123,17 @@ def draw_lives(rng: np.random.Generator, islands: int, steps: int, kinds: tuple[
     return lives
 
 
-def make_inner(options: argparse.Namespace, first: int) -> optax.GradientTransformation:
+# The same transformations and programs for all seeds, so that each is traced and compiled once.
+
+
+@functools.cache
+def make_inner(rate: float, steps: int, first: int) -> optax.GradientTransformation:
     """AdamW with the cosine of the run, from a step on."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, options.rate, 100, options.steps, 0.05 * options.rate)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, 100, steps, 0.05 * rate)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda count: schedule(count + first), b2=0.99))
 
 
+@functools.cache
 def make_method(inner: optax.GradientTransformation, period: int, fragments: int, **where: Any):
     """DiLoCo as the recipe has it after a synchronous start, in 4 bits with error feedback."""
     reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
@@ -134,24 +141,39 @@ def make_method(inner: optax.GradientTransformation, period: int, fragments: int
     return jd.local_sgd.diloco(inner, sync_period=period, **options, **where)
 
 
-def make_train(workload: Any, tx: optax.GradientTransformation, **arguments: Any):
+@functools.cache
+def make_train(loss: Any, tx: optax.GradientTransformation, **arguments: Any):
     """Compiles `train(state, windows)`, a step for each of the first dimension of the windows."""
 
     def step(state, batch):
         params, opt_state = state
-        updates, opt_state = tx.update(jax.grad(workload.loss)(params, batch), opt_state, params, **arguments)
+        updates, opt_state = tx.update(jax.grad(loss)(params, batch), opt_state, params, **arguments)
         return (optax.apply_updates(params, updates), opt_state), None
 
     return jax.jit(lambda state, windows: jax.lax.scan(step, state, windows)[0])
 
 
-def prepare(options: argparse.Namespace, seed: int) -> Task:
+@functools.cache
+def make_mesh_train(loss: Any, tx: optax.GradientTransformation, islands: int):
+    """As `make_train`, for simulated workers."""
+
+    def step(state, batch):
+        params, opt_state = state
+        _, gradients = jd.local_value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    return jax.jit(lambda state, windows: jax.lax.scan(jd.simulate(step, islands), state, windows)[0])
+
+
+def prepare(workload: Any, options: argparse.Namespace, seed: int) -> Task:
     """A task after its synchronous start."""
-    workload, start = parse.parse_workload("text", options.model), options.steps // 5
     windows = np.stack([workload.batch(seed, step, 2 * options.batch) for step in range(options.steps)])
-    inner, params = make_inner(options, 0), workload.init(jax.random.key(seed))
-    params, moments = make_train(workload, inner)((params, inner.init(params)), windows[:start, : options.batch])
-    return Task(workload, windows[start:], params, _restart_schedules(moments), make_inner(options, start))
+    rate, steps, start = options.rate, options.steps, options.steps // 5
+    inner, params = make_inner(rate, steps, 0), workload.init(jax.random.key(seed))
+    train = make_train(workload.loss, inner)
+    params, moments = train((params, inner.init(params)), windows[:start, : options.batch])
+    return Task(workload, windows[start:], params, _restart_schedules(moments), make_inner(rate, steps, start))
 
 
 def _restart_schedules(moments: Any) -> Any:
@@ -178,30 +200,26 @@ def begin(task: Task, tx: optax.GradientTransformation, *, moments: bool) -> Any
 def train_mesh(task: Task, islands: int, period: int, fragments: int) -> Any:
     """What undisturbed islands do, by `local_steps` on simulated workers; returns the last global parameters."""
     tx = make_method(task.inner, period, fragments)
-
-    def step(state, batch):
-        params, opt_state = state
-        _, gradients = jd.local_value_and_grad(task.workload.loss)(params, batch)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), None
-
     params, opt_state = begin(task, tx, moments=True)
     state = jd.place((jd.PerWorker(params), opt_state), islands)
-    run = jax.jit(lambda state, windows: jax.lax.scan(jd.simulate(step, islands), state, windows)[0])
-    return jd.local_sgd.global_params(run(state, task.windows[:, : task.batch])[1])
+    train = make_mesh_train(task.workload.loss, tx, islands)
+    return jd.local_sgd.global_params(train(state, task.windows[:, : task.batch])[1])
 
 
 class Fleet:
     """The islands of a run, in threads of which one at a time is awake."""
 
-    def __init__(self, task: Task, lives: list[Life], *, islands: int, period: int, fragments: int, timeout: float):
+    def __init__(
+        self, task: Task, lives: list[Life], *, islands: int, period: int, fragments: int, timeout: float, quorum: int
+    ):
         self._task, self._lives, self._islands = task, lives, islands
         # Steps between two meetings.
         self._interval, self._size = period // fragments, task.batch // islands
         self._tx = make_method(task.inner, period, fragments, axis=None)
-        self._train = make_train(task.workload, self._tx, sync=())
+        self._train = make_train(task.workload.loss, self._tx, sync=())
         self._options: dict[str, Any] = {
             "round_timeout": timeout * self._interval,
+            "quorum": quorum,
             "keep_every": 10 * fragments,
         }
         self._store, self._clock = jd.islands.memory(), VirtualClock(len(lives))
@@ -214,7 +232,9 @@ class Fleet:
     def run(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             self._clock.rule(patch)
-            threads = [threading.Thread(target=self._live, args=(number,)) for number in range(len(self._lives))]
+            threads = [
+                threading.Thread(target=self._live, args=(number,), daemon=True) for number in range(len(self._lives))
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -285,18 +305,21 @@ class Fleet:
 
 def measure_synchronous(task: Task) -> dict[str, Any]:
     """The row of synchronous training to the end, without what names it."""
-    state = make_train(task.workload, task.inner)((task.params, task.moments), task.windows[:, : task.batch])
+    state = make_train(task.workload.loss, task.inner)((task.params, task.moments), task.windows[:, : task.batch])
     sizes = {"steps": len(task.windows), "batch": task.batch, "parameters": parameters_of(task.workload)}
     return {"loss": task.evaluate(state[0]), "tokens_per_example": task.workload.units_per_example, **sizes}
 
 
-def measure_cell(task: Task, condition: str, seed: int, islands: int, period: int, fragments: int, timeout: float):
+def measure_cell(
+    task: Task, condition: str, seed: int, islands: int, period: int, fragments: int, timeout: float, quorum: int
+) -> dict[str, Any]:
     """The row of a condition in a cell, without what names it."""
     kinds = CONDITIONS[condition]
     if kinds is None:
         return {"loss": task.evaluate(train_mesh(task, islands, period, fragments))}
     lives = draw_lives(np.random.default_rng([seed, islands]), islands, len(task.windows), kinds)
-    fleet = Fleet(task, lives, islands=islands, period=period, fragments=fragments, timeout=timeout)
+    settings = {"islands": islands, "period": period, "fragments": fragments, "timeout": timeout, "quorum": quorum}
+    fleet = Fleet(task, lives, **settings)
     fleet.run()
     tokens = fleet.examples * task.workload.units_per_example
     return {
@@ -322,18 +345,21 @@ def keys_of(options: argparse.Namespace) -> list[tuple[Any, ...]]:
     cells = sorted(cells, key=lambda cell: cell[0] * cell[2] / cell[1])
     keys = product(cells, options.seeds, options.conditions)
     synchronous = [("synchronous", seed) for seed in options.seeds]
-    return [*synchronous, *((condition, seed, *cell, options.timeout) for cell, seed, condition in keys)]
+    return [
+        *synchronous,
+        *((condition, seed, *cell, options.timeout, options.quorum) for cell, seed, condition in keys),
+    ]
 
 
 def measure(options: argparse.Namespace) -> None:
     """Measures what the file does not have."""
     done = {tuple(row[name] for name in KEY if name in row) for row in read_rows(options.out)}
-    tasks: dict[int, Task] = {}
+    workload, tasks = parse.parse_workload("text", options.model), dict[int, Task]()
     for key in keys_of(options):
         if key in done:
             continue
         seed = key[1]
-        task = tasks[seed] = tasks.get(seed) or prepare(options, seed)
+        task = tasks[seed] = tasks.get(seed) or prepare(workload, options, seed)
         began = time.process_time()
         found = measure_cell(task, *key) if key[2:] else measure_synchronous(task)
         seconds = round(time.process_time() - began, 1)
@@ -373,20 +399,29 @@ def make_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def make_kinds_table(rows: list[dict[str, Any]]) -> str:
-    """Which kind of churn costs what, where all of them were measured: losses beside those of undisturbed islands."""
-    lines = ["| what happens | `round_timeout`, in rounds | loss, mean (most) | tokens |", "|---|--:|--:|--:|"]
-    islands = {}
-    for cell, found in _by_cell(rows, "islands").items():
-        islands |= {(cell, row["seed"]): row["loss"] for row in found}
-    cells = {cell for cell, _ in islands}
-    chosen = [row for row in rows if row["condition"] != "undisturbed" and _cell_of(row) in cells]
-    for condition, timeout in dict.fromkeys((row["condition"], row["timeout"]) for row in chosen):
-        found = [row for row in chosen if (row["condition"], row["timeout"]) == (condition, timeout)]
-        ratios = [row["loss"] / islands[_cell_of(row), row["seed"]] for row in found]
-        tokens = statistics.mean(row["tokens"] for row in found)
+def make_settings_table(rows: list[dict[str, Any]]) -> str:
+    """What other conditions and settings do, in the cells in which any was measured: losses beside undisturbed ones."""
+    lines = [
+        "| islands | `H` | fragments | what happens | `round_timeout`, in rounds | `quorum` | seeds "
+        "| loss / undisturbed, mean (most) | tokens |",
+        "|--:|--:|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    undisturbed = {
+        (cell, row["seed"]): row["loss"] for cell, found in _by_cell(rows, "undisturbed").items() for row in found
+    }
+    groups = defaultdict(list)
+    for row in rows:
+        if row["condition"] not in ("synchronous", "undisturbed"):
+            groups[_cell_of(row), row["condition"], row["timeout"], row["quorum"]].append(row)
+    others = {cell for cell, *setting in groups if setting != ["churn", TIMEOUT, QUORUM]}
+    for (cell, condition, timeout, quorum), found in sorted(groups.items()):
+        if cell not in others:
+            continue
+        ratios = [row["loss"] / undisturbed[cell, row["seed"]] for row in found]
         lines.append(
-            f"| {condition} | {timeout:g} | {statistics.mean(ratios):.3f} ({max(ratios):.3f}) | {tokens:.0%} |"
+            f"| {' | '.join(map(str, cell))} | {condition} | {timeout:g} | {quorum} | {len(found)} "
+            f"| {statistics.mean(ratios):.3f} ({max(ratios):.3f}) "
+            f"| {statistics.mean(row['tokens'] for row in found):.0%} |"
         )
     return "\n".join(lines)
 
@@ -396,10 +431,10 @@ def _cell_of(row: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _by_cell(rows: list[dict[str, Any]], condition: str) -> dict[tuple[int, ...], list[dict[str, Any]]]:
-    """The rows of a condition with the default timeout, by cell."""
+    """The rows of a condition with the default settings, by cell."""
     found = defaultdict(list)
     for row in rows:
-        if row["condition"] == condition and row["timeout"] == TIMEOUT:
+        if row["condition"] == condition and (row["timeout"], row["quorum"]) == (TIMEOUT, QUORUM):
             found[_cell_of(row)].append(row)
     return found
 
@@ -414,6 +449,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fragments", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--conditions", nargs="+", default=["undisturbed", "churn"], choices=CONDITIONS)
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="round_timeout, in times between two meetings")
+    parser.add_argument("--quorum", type=int, default=QUORUM, help="the fewest drifts that make a round")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path)
 
@@ -424,4 +460,4 @@ def main(given: argparse.Namespace) -> None:
     logging.getLogger("jaxdist.islands").setLevel(logging.ERROR)
     measure(given)
     rows = read_rows(given.out)
-    print(make_table(rows), make_kinds_table(rows), sep="\n\n")
+    print(make_table(rows), make_settings_table(rows), sep="\n\n")

@@ -4,8 +4,10 @@ Curves are computed by the library on one CPU device, from fixed seeds; what was
 matplotlib (`pip install '.[cli]'`).
 """
 
+import json
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import jax
@@ -598,6 +600,36 @@ def reducers_measured():
     save(figure, "reducers_measured")
 
 
+def churn():
+    """The loss of islands above synchronous training at equal seeds, as the report has it, with and without churn."""
+    report = RACE.parent / "2026-11-islands" / "quality.jsonl"
+    rows = [json.loads(line) for line in report.read_text().splitlines()]
+    synchronous = {row["seed"]: row["loss"] for row in rows if row["condition"] == "synchronous"}
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+    for axes, period in zip(panels, (16, 64)):
+        for fragments, color in ((1, BLUE), (4, ORANGE)):
+            for condition, line in (("undisturbed", "-"), ("churn", "--")):
+                chosen = {"condition": condition, "period": period, "fragments": fragments, "timeout": 1.5, "quorum": 1}
+                above = defaultdict(list)
+                for row in rows:
+                    if chosen.items() <= row.items():
+                        above[row["islands"]].append(100 * (row["loss"] / synchronous[row["seed"]] - 1))
+                label = f"{fragments} fragment{'s' * (fragments > 1)}, {condition}"
+                means = [np.mean(above[islands]) for islands in sorted(above)]
+                shown = np.minimum(means, 12)
+                axes.plot(sorted(above), shown, line, marker="o", ms=4, color=color, label=label)
+                for islands, mean in zip(sorted(above), means):
+                    if mean > 12:
+                        axes.annotate(f"{mean:+.0f} %", (islands, 12), (-6, -3), textcoords="offset points", ha="right")
+        axes.set(xscale="log", xticks=[2, 4, 8, 16], ylim=(-2, 12.5), title=f"H = {period}", xlabel="islands")
+        axes.set_xticklabels(["2", "4", "8", "16"])
+        axes.minorticks_off()
+        axes.axhline(0, color=GRAY, lw=1, ls=":")
+    panels[0].set_ylabel("held-out loss above\nsynchronous training, %")
+    panels[0].legend(fontsize=8)
+    save(figure, "churn")
+
+
 def new_compressor():
     """The figure of a notebook, by the cells of its page."""
     page = (FOLDER.parent / "notebooks" / "new-compressor.md").read_text()
@@ -624,6 +656,7 @@ FIGURES = {
     for f in (
         home,
         reducers_measured,
+        churn,
         new_compressor,
         architecture,
         compression,
