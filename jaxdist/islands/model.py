@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from .._core.types import PyTree
@@ -49,9 +50,15 @@ def automatic_mesh() -> Iterator[None]:
 def _commit(tree: PyTree) -> PyTree:
     """Commits arrays to their devices; sharding axes that are part of types become such as the compiler may use.
 
-    The programs of a meeting reshape and join the leaves of any model. No array is copied.
+    The programs of a meeting reshape and join the leaves of any model. No array is copied but those of NumPy, as a file
+    may give them.
     """
-    return jax.tree.map(lambda x: jax.device_put(x, _without_types(x.sharding)), tree)
+    arrays = jax.tree.map(_on_device, tree)
+    return jax.tree.map(lambda x: jax.device_put(x, _without_types(x.sharding)), arrays)
+
+
+def _on_device(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def _without_types(sharding: Sharding) -> Sharding:
@@ -66,7 +73,7 @@ def _automatic(mesh: Any) -> Mesh:
 
 def _place(new: PyTree, old: PyTree) -> PyTree:
     # The compiled step expects the placement that it returned.
-    return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), new, old)
+    return jax.tree.map(lambda x, y: jax.device_put(x, _on_device(y).sharding), new, old)
 
 
 def _find(state: PyTree) -> tuple[LocalStepsState, Any]:

@@ -217,6 +217,25 @@ def test_a_meeting_ends_though_the_others_finish_rounds_faster_than_it_takes_the
         assert ended[-1] < report.round <= ended[-1] + 2
 
 
+def test_a_state_of_numpy_arrays_meets_as_one_of_jax():
+    """As a file of the user's own may give it, before the first meeting and before any other."""
+
+    def of_numpy(state):
+        return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x), state)
+
+    tx, found = method(), []
+    step = step_of(tx)
+    for given in (lambda state: state, of_numpy):
+        with islands.join(islands.memory(), tx, name="a") as island:
+            state = island.enter(given(begin(tx)))
+            for _ in range(2):
+                state, report = island.meet(given(step(state, GOALS[0])))
+                assert report.counted
+            found.append((report.digest, global_params(state)))
+    assert found[0][0] == found[1][0]
+    assert_close(found[1][1], found[0][1], tolerance=0)
+
+
 @pytest.mark.slow
 def test_what_is_not_finite_is_never_sent():
     store, tx = islands.memory(), method("4 bits with feedback")
