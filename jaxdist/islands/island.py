@@ -136,7 +136,7 @@ class Island:
         self._report = Report(0)
         self._too_few_since: float | None = None
         self._offline_since: float | None = None
-        self._is_lonely = False
+        self._few_meet = False
         # For how long it waited in the last rounds, where it was its turn to commit and where not: the island that is
         # last waits for no drift, but for the commit of one that looks now and then. Each message has waits of its own.
         self._waits = defaultdict[tuple[int, bool], deque[float]](lambda: deque(maxlen=REMEMBERED_WAITS))
@@ -773,7 +773,7 @@ class Island:
             part.params = rebase(shared.anchor, part.params, ahead)
         self._store.forget_answers()
         self._note(members=tuple(bodies), missing=commit.missing, expected=expected)
-        self._warn_if_alone(commit, outbox)
+        self._warn_if_few(commit, outbox)
         if commit.by == name and replay.round % replay.keep_every == 0 and self._entered:
             arrays = copy_shared_to_host([select_shared(part.local) for part in model])
             if jax.process_index() == 0:
@@ -806,25 +806,31 @@ class Island:
             return self._with_drift(ahead, flight)
         return ahead
 
-    def _warn_if_alone(self, commit: Commit, outbox: Outbox) -> None:
-        is_lonely = len(commit.members) == 1 and bool(commit.missing)
-        if is_lonely:
+    def _warn_if_few(self, commit: Commit, outbox: Outbox) -> None:
+        """Of a round that half of the islands or more have missed: an outer step from few drifts may move too far."""
+        few = len(commit.members) <= len(commit.missing)
+        if few:
             seconds = outbox.upload_seconds
             limit = "grace" if self._options.grace < math.inf else "round_timeout"
+            total = len(commit.members) + len(commit.missing)
             logger.log(
-                logging.DEBUG if self._is_lonely else logging.WARNING,
-                "round %d has one member, %s, and %s came too late for %s=%g s%s: raise %s, or send less (a reducer of "
-                "fewer bits, a longer sync_period)",
+                logging.DEBUG if self._few_meet else logging.WARNING,
+                "round %d has %d of %d members, %s, and %s came too late for %s=%g s%s: raise %s above the time "
+                "between two meetings, join with quorum=%d, or send less (a reducer of fewer bits, a longer "
+                "sync_period)",
                 self._replay.round - 1,
-                commit.members[0].name,
+                len(commit.members),
+                total,
+                ", ".join(member.name for member in commit.members),
                 ", ".join(commit.missing),
                 limit,
                 getattr(self._options, limit),
                 "" if seconds is None else f" (the last upload took {seconds:.2g} s)",
                 limit,
+                (total + 1) // 2,
             )
-        if is_lonely or len(commit.members) > 1:
-            self._is_lonely = is_lonely
+        if few or len(commit.members) > 1:
+            self._few_meet = few
 
     # Catching up
 

@@ -588,7 +588,7 @@ def test_an_island_that_cannot_keep_up_is_told_how_far_it_has_come():
         gate.open()
 
 
-def test_a_lonely_round_is_told_once_with_what_mends_it(caplog):
+def test_rounds_of_few_islands_are_told_once_with_what_mends_it(caplog):
     """Later ones have a record that warns nobody."""
     store, tx = islands.memory(), method(inner=optax.sgd(0.1))
     with (
@@ -600,11 +600,15 @@ def test_a_lonely_round_is_told_once_with_what_mends_it(caplog):
         for _ in range(5):
             state, _ = here.meet(state)
         caplog.set_level(logging.DEBUG, logger="jaxdist.islands")
-        alone = protocol.Commit("here", "", (protocol.Member("here", "", 1, None, 1, 1),), ("gone",), (), (), ())
-        here._warn_if_alone(alone, here._outbox)
-    told = [record for record in caplog.records if "has one member" in record.getMessage()]
-    assert [record.levelno for record in told] == [logging.WARNING, logging.DEBUG]
-    assert "gone came too late for round_timeout=0.05 s" in told[0].getMessage()
+        for members, missing in ((1, 1), (3, 2), (2, 3)):
+            counted = tuple(protocol.Member(f"in {i}", "", 1, None, 1, 1) for i in range(members))
+            late = tuple(f"out {i}" for i in range(missing))
+            here._warn_if_few(protocol.Commit("here", "", counted, late, (), (), ()), here._outbox)
+    told = [record for record in caplog.records if "came too late" in record.getMessage()]
+    assert [record.levelno for record in told] == [logging.WARNING, logging.DEBUG, logging.WARNING]
+    assert "has 1 of 2 members, here, and gone came too late for round_timeout=0.05 s" in told[0].getMessage()
+    assert "has 2 of 5 members, in 0, in 1, and out 0, out 1, out 2 came" in told[2].getMessage()
+    assert "join with quorum=3" in told[2].getMessage()
 
 
 def test_a_drift_that_no_round_can_count_any_more_is_sent_again():
