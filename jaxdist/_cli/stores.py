@@ -32,7 +32,7 @@ def open_store(url: str, options: str | None) -> "str | islands.SharedStore":
 
 
 def _read_value(key: str, value: str) -> Any:
-    """Numbers and booleans where `bucket` takes them; obstore reads all of its own options from text."""
+    """What `bucket` takes that is no text; obstore reads all of its own options from text."""
     if key == "allow_http":
         if value.lower() not in ("true", "false"):
             raise ValueError(f"--store: allow_http is true or false, got {value!r}")
@@ -42,4 +42,21 @@ def _read_value(key: str, value: str) -> Any:
         if not isinstance(seconds, int | float) or seconds <= 0:
             raise ValueError(f"--store: timeout is a number of seconds, got {value!r}")
         return seconds
+    if key == "credential_provider":
+        return _import_provider(value)
     return value
+
+
+def _import_provider(text: str) -> Any:
+    """A function that returns credentials, or what a class of such objects makes without arguments."""
+    spelled = grammar.split_import(text)
+    if spelled is None or spelled.arguments:
+        raise ValueError(
+            f"--store: credential_provider is MODULE:NAME of a function or class, such as my_keys:renew, got {text!r}"
+        )
+    found = grammar.import_name("credential_provider", text, spelled, ())
+    if not callable(found):
+        raise ValueError(
+            f"--store: credential_provider {text} is a {type(found).__name__}, and not a function or class"
+        )
+    return found() if isinstance(found, type) else found

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 from buckets import forget_credentials, s3_bucket, s3_server
@@ -17,6 +18,20 @@ from jaxdist._cli import main as cli
 from jaxdist._cli import results
 from jaxdist._cli.commands import show
 
+PROVIDERS = """
+from pathlib import Path
+
+def keys(asked):
+    Path("asked").write_text(asked)
+    return {"access_key_id": "key", "secret_access_key": "secret", "expires_at": None}
+
+def renew():
+    return keys("renew")
+
+class Renewed:
+    def __call__(self):
+        return keys("Renewed")
+"""
 DIGITS = ["--workload", "digits", "--model", "convnet:2", "--batch", "8", "--optimizer", "sgd:0.1"]
 
 
@@ -121,6 +136,8 @@ def test_an_island_that_must_give_up_leaves_its_progress_and_a_code(tmp_path, ca
         ("region", "--store takes KEY=VALUE"),
         ("allow_http=perhaps", "allow_http is true or false, got 'perhaps'"),
         ("timeout=long", "timeout is a number of seconds, got 'long'"),
+        ("credential_provider=renew", "credential_provider is MODULE:NAME of a function or class"),
+        ("credential_provider=string:digits", "string:digits is a str, and not a function or class"),
         ("endpont=http://10.0.0.7:9000", "'endpont' is not valid for store 'S3'"),
     ],
 )
@@ -142,6 +159,21 @@ def test_a_run_in_a_bucket_is_shown_with_the_options_of_its_store(tmp_path, monk
         assert "eu-1" in capsys.readouterr().out
         assert cli.main(["islands", "s3://islands/other", "--store", store]) == 2
         assert "no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["renew", "Renewed"])
+def test_credentials_come_from_a_function_or_class_of_ones_own(name, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("obstore")
+    forget_credentials(monkeypatch, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path(f"keys_of_{name}.py").write_text(PROVIDERS)
+    with s3_server() as url:
+        train(s3_bucket(url), method(), "eu-1", 1)
+        store = f"endpoint={url},region=us-east-1,credential_provider=keys_of_{name}:{name}"
+        assert cli.main(["islands", "s3://islands/run", "--store", store]) == 0
+    assert "eu-1" in capsys.readouterr().out
+    assert Path("asked").read_text() == name
 
 
 def test_clean_deletes_what_no_island_needs_beside_a_running_run(tmp_path, capsys):
