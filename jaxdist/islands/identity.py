@@ -13,6 +13,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -343,6 +344,10 @@ def open_run(
         # Of several islands that open the run at once, one is the first.
         store.create(RUN_JSON, protocol.to_json({"id": number, "format": protocol.FORMAT, **given}))
     theirs = find_run(store.get, place)
+    if number is not None and theirs["id"] != number:
+        # No run has this number.
+        with suppress(ConnectionError):
+            store.delete_many([method_name(number)])
     difference = find_difference(theirs | _read_method(store, theirs, place), own)
     if difference is not None:
         raise RunMismatchError(f"the run in {place} has another model or method than this island: {difference}")

@@ -324,6 +324,8 @@ def test_a_run_that_another_island_opens_meanwhile_is_entered():
         with islands.join(opened_before(moment, base, seen), tx, name="b", patience=5) as island:
             island.enter(state)
             assert island.run == islands.status(base).run
+        # What describes the run that it began itself is gone.
+        assert len(base.list("methods/")) == 1
         if moment not in seen:
             break
         assert sorted(islands.status(base).sessions) == ["a", "b"]
