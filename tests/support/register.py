@@ -368,8 +368,9 @@ CASES = {
     "majority_vote": Case(
         jd.reducers.majority_vote, lambda w: 2 * (w - 1) * -(-TOTAL // (8 * w)), SHOTS, tolerance=0, loses_nan=True
     ),
-    # Entries of the laws are rarely zero: the branch that all-reduces, and the question whether the rows fit.
-    "row_sparse": Case(lambda: jd.reducers.row_sparse(1), all_reduced(4 * TOTAL + 4), [REDUCE, MAX]),
+    # Entries of the laws are rarely zero: the branch that all-reduces, the question whether the rows fit, and the other
+    # leaves by themselves.
+    "row_sparse": Case(lambda: jd.reducers.row_sparse(1), all_reduced(4 * TOTAL + 4), [REDUCE, REDUCE, MAX]),
     "median": Case(jd.reducers.median, gathered(4 * TOTAL), [("all-gather", "float32")], loses_nan=True),
     "trimmed_mean": Case(
         lambda: jd.reducers.trimmed_mean(1), gathered(4 * TOTAL), [("all-gather", "float32")], loses_nan=True
