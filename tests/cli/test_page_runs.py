@@ -143,7 +143,7 @@ RUN = {
     ),
     "benchmarks/islands grace": "--seconds 8",
     "benchmarks/local warm_start --steps 1024 --warm 0 256 --seeds 0 --workers 8 --methods synchronous "
-    "diloco:32,0.7,0.5 diloco_rda:32,0.7,0.5 diloco_late:32,0.7,0.5 diloco_eager:32,0.7,0.5": "--steps 64 --warm 0 32",
+    "diloco:32,0.7,0.5 diloco_rda:32,0.7,0.5 diloco_late:32,0.7,0.5 diloco_eager:32,0.7,0.5": "--steps 256 --warm 0 32",
 }
 BUCKET, SCHEDULER, MACHINES = "a bucket", "a scheduler", "a second machine"
 EXAMPLE, RESULT = "runs in tests/project/test_examples.py", "adds a row to the files of the repository"

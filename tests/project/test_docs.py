@@ -1,5 +1,6 @@
 """The documentation runs, and every public name has its place in the reference."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -71,12 +72,21 @@ LONG = {f"{name}.md": pytest.mark.slow for name in NAMES}
 RUN = [pytest.param(page, marks=LONG.get(page.name, ())) for page in PAGES if blocks(page) and page.name != "README.md"]
 
 
+@contextlib.contextmanager
+def keeping_mesh():
+    before = jax.sharding.get_mesh()
+    try:
+        yield
+    finally:
+        jax.set_mesh(before)
+
+
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("page", RUN, ids=page_id)
 def test_page_runs(page, capsys):
     namespace = {"__name__": "__main__"}
-    # With the settings of a reader, not with the stricter ones of our tests.
-    with jax.numpy_rank_promotion("allow"):
+    # With the settings of a reader, not with the stricter ones of our tests; a page may set a mesh for good.
+    with jax.numpy_rank_promotion("allow"), keeping_mesh():
         for line, code in blocks(page):
             # Line numbers of the page, so that a traceback points into it.
             exec(compile("\n" * line + code, str(page), "exec"), namespace)
