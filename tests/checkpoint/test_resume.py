@@ -10,6 +10,7 @@ import time
 
 import pytest
 from paths import REPOSITORY, SUPPORT
+from real_processes import flags_without_devices
 
 from jaxdist import checkpoint
 
@@ -28,7 +29,7 @@ def start(tmp_path):
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag),
+            "XLA_FLAGS": flags_without_devices(),
             "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{SUPPORT}",
         }
         pair = []

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 from paths import REPOSITORY, SUPPORT
-from real_processes import LIMIT, free_port
+from real_processes import LIMIT, flags_without_devices, free_port
 
 SCRIPT = SUPPORT / "scripts" / "neighbors.py"
 
@@ -19,7 +19,7 @@ def results():
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag),
+        "XLA_FLAGS": flags_without_devices(),
         "PYTHONPATH": str(REPOSITORY),
     }
     port = free_port()

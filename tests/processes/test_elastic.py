@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from paths import REPOSITORY, SUPPORT
-from real_processes import LIMIT
+from real_processes import LIMIT, flags_without_devices
 
 import jaxdist as jd
 from jaxdist import checkpoint
@@ -23,9 +23,8 @@ MORE = 30  # steps
 
 @contextlib.contextmanager
 def launched(processes, folder, steps):
-    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     path = f"{REPOSITORY}{os.pathsep}{SUPPORT}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags_without_devices(), "PYTHONPATH": path}
     command = [
         sys.executable,
         "-m",

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from paths import REPOSITORY, SUPPORT
-from real_processes import LIMIT, free_port
+from real_processes import LIMIT, flags_without_devices, free_port
 from register import CASES
 
 
@@ -53,7 +53,7 @@ def results(tmp_path_factory, wanted):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag),
+        "XLA_FLAGS": flags_without_devices(),
         "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{SUPPORT}",
         "http_proxy": "http://127.0.0.1:9",  # where nobody listens: processes find each other without it
     }

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from paths import REPOSITORY, SUPPORT
+from real_processes import flags_without_devices
 
 import jaxdist as jd
 from jaxdist.processes import watchdog as make
@@ -358,8 +359,7 @@ def job(tmp_path):
 
     def run(happens, *options):
         command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--logs", str(tmp_path)]
-        flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
-        environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)}
+        environment = {**os.environ, "XLA_FLAGS": flags_without_devices(), "PYTHONPATH": str(REPOSITORY)}
         script = [str(SUPPORT / "scripts" / "watched.py"), happens, str(tmp_path / "when"), *options]
         with subprocess.Popen([*command, *script], env=environment, stderr=subprocess.PIPE, text=True) as started:
             try:

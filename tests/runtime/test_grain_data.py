@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from paths import REPOSITORY
+from real_processes import flags_without_devices
 
 import jaxdist as jd
 
@@ -68,11 +69,10 @@ def test_any_number_of_processes_sees_the_same_global_batches(example, processes
 
 @pytest.mark.slow
 def test_two_processes_resume_where_they_were(tmp_path):
-    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--logs", str(tmp_path / "logs")]
     run = subprocess.run(
         [*command, str(EXAMPLE), str(tmp_path / "run")],
-        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "XLA_FLAGS": flags_without_devices(), "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         timeout=LIMIT,

@@ -4,6 +4,8 @@ import contextlib
 import os
 import sys
 
+from real_processes import flags_without_devices
+
 
 @contextlib.contextmanager
 def modules_in(folder, monkeypatch, **sources):
@@ -18,10 +20,6 @@ def modules_in(folder, monkeypatch, **sources):
 
 
 def readers_environment():
-    """The variables of this process, without the number of devices that our tests have: that is the program's business.
-
-    With how much effort to compile is ours.
-    """
+    """The variables of this process, without the number of devices that our tests have."""
     environment = {name: value for name, value in os.environ.items() if name != "NPROC"}
-    flags = [flag for flag in environment.pop("XLA_FLAGS", "").split() if "device_count" not in flag]
-    return environment | {"XLA_FLAGS": " ".join(flags)}
+    return environment | {"XLA_FLAGS": flags_without_devices()}

@@ -6,12 +6,17 @@ import subprocess
 import sys
 
 from paths import REPOSITORY, SUPPORT
+from real_processes import flags_without_devices
 
 
 def run_two_processes(script, folder, *cases, timeout, count=2):
     """Returns the JSON value that each process printed after `RESULT`; the script is given the folder and the cases."""
-    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags_without_devices(),
+        "PYTHONPATH": str(REPOSITORY),
+    }
     command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", str(count), "--logs", str(folder / "logs")]
     command += [str(SUPPORT / "scripts" / script), str(folder), *cases]
     subprocess.run(command, env=environment, check=True, timeout=timeout, stdout=subprocess.DEVNULL)

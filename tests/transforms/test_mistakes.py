@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from paths import REPOSITORY, SUPPORT
+from real_processes import flags_without_devices
 
 pytestmark = pytest.mark.slow
 LIMIT_SECONDS = 5  # from when the last process has come to it
@@ -65,7 +66,7 @@ def ended(tmp_path_factory):
     """How each process ended, and what it printed."""
     folder = tmp_path_factory.mktemp("mistakes")
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{SUPPORT}", "JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+    environment["XLA_FLAGS"] = flags_without_devices()
     with socket.create_server(("127.0.0.1", 0)) as busy:
         probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
         ports = [str(one.getsockname()[1]) for one in (busy, *probes)]
