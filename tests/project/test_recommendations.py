@@ -4,6 +4,7 @@ import argparse
 import ast
 import itertools
 import json
+import platform
 import re
 import runpy
 from functools import cache
@@ -242,12 +243,14 @@ def test_replays_of_pages_are_no_worse_than_without_a_memory(commands):
 
 @pytest.mark.slow
 def test_whole_commands_train_as_the_report_says(commands):
-    """With the first seed; the text is Python's own library, another one in each version."""
+    """With the first seed. The text is Python's own library: of another version than the report's it is another one."""
+    reports = json.loads(WHOLE.with_name("environment.json").read_text())["python"]
+    off = 0.02 if platform.python_version_tuple()[:2] == tuple(reports.split(".")[:2]) else 0.04
     rows = commands.read_whole(WHOLE)
     forms = {form for each in commands.whole_commands() for form in (each.own, each.plain)}
     assert len(forms) > 5
     for form in sorted(forms):
-        assert commands.measure_whole(form, 1)["losses"][0] == pytest.approx(rows[form][0], rel=0.04), form
+        assert commands.measure_whole(form, 1)["losses"][0] == pytest.approx(rows[form][0], rel=off), form
 
 
 # --- a small run of each line ---
