@@ -139,7 +139,7 @@ def cost_of(records: list[dict[str, Any]], compute: float) -> StepCost:
     schedule, workers = Schedule(*records[0]["schedule"]), hosts_of(records[0])
     # From the collectives of the compiled step once more: the model may have changed since they were read.
     ops = [
-        Collective(kind, dtype, size, workers, None, (), 1, messages, wire_bytes, "")
+        Collective(kind, dtype, size, size, workers, None, (), 1, messages, wire_bytes, "")
         for kind, dtype, size, messages, wire_bytes in records[0]["collectives"]
     ]
     round_end = traffic(summarize(ops, []), workers=workers, gloo=True)

@@ -2,7 +2,9 @@
 
 import json
 import re
+import runpy
 import statistics
+import sys
 
 import pytest
 from paths import REPOSITORY
@@ -142,6 +144,21 @@ def test_steps_in_the_report_of_the_race_are_those_of_its_runs(heading, problems
                 assert step.replace("*", "") == race[method]["step ms"] + f" ({predicted})" * bool(predicted)
                 # Some have steps alone.
                 assert seconds == race[method]["seconds"] == "" or is_rounded(seconds, race[method]["seconds"])
+
+
+def test_tables_of_the_race_are_made_from_its_records(monkeypatch):
+    folder = REPOSITORY / "benchmarks" / "race"
+    # Its own folder comes first, as when it is a script; what it imports from there has names that others have too.
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    for name in ("chart", "report"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    tables = runpy.run_path(str(folder / "tables.py"))
+    for name in ("chart", "report"):
+        monkeypatch.delitem(sys.modules, name)
+    setting = tables["Setting"](hosts=2, rate_mbit=100.0, delay_ms=0.0)
+    made = tables["table"](tables["rows_of"](RACE, "lm", setting, target=2.6), 2.6)
+    assert find_rows(made) <= find_rows((RACE / "race.md").read_text())
+    assert len(find_rows(made)) > 10
 
 
 def test_memory_per_chip_of_the_readme_is_that_of_the_report():
