@@ -39,6 +39,7 @@ REDUCERS = {
     "two_shot": lambda: jd.two_shot(jd.qsgd(4)),
     "top_k": lambda: jd.error_feedback(jd.compressed(jd.top_k(0.01))),
     "sign": lambda: jd.error_feedback(jd.compressed(jd.compressors.scaled_sign())),
+    "two_shot_sign": lambda: jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())),
 }
 # BAGUA's algorithms, from the optimizer and the number of workers. Momenta in eight bits or one are sent from the first
 # step that is timed.
