@@ -344,7 +344,8 @@ class Connection:
         is_first = jax.process_index() == 0
         answer = function(*arguments) if is_first else None
         last: Any = answer[-1] if isinstance(answer, tuple) else None
-        is_bytes, is_list = isinstance(last, bytes), isinstance(last, list) and isinstance(last[0], bytes)
+        is_bytes = isinstance(last, bytes)
+        is_list = isinstance(last, list) and bool(last) and isinstance(last[0], bytes)
         messages: Any = [last] if is_bytes else last if is_list else [json.dumps(answer).encode()]
         count, is_bytes, is_list = _share(np.array([len(messages), is_bytes, is_list])).tolist()
         arrived = [_share_bytes(message) for message in (messages if is_first else [b""] * count)]

@@ -87,7 +87,7 @@ def test_two_processes_give_what_the_simulation_gives(results, name):
 
 
 def test_nothing_was_left_out(results, wanted):
-    assert all(set(result) == {*wanted, "skip_nonfinite", "uneven"} for result in results)
+    assert all(set(result) == {*wanted, "skip_nonfinite", "uneven", "island"} for result in results)
 
 
 # ---- unequal batches and values
@@ -146,3 +146,13 @@ def test_what_is_placed_can_be_taken_apart(uneven):
 
 def test_a_process_that_does_not_come_to_agree_is_named(uneven):
     assert uneven[0]["late"].startswith("process 1 of 2 did not call check_consistency() within 1 s")
+
+
+# ---- an island of both processes
+
+
+@pytest.mark.parametrize("form", ["whole", "in pieces"])
+def test_both_processes_of_an_island_meet_and_find_their_run_again(results, form):
+    """From 0 each round halves the way to 1."""
+    for result in results:
+        assert result["island"][form] == [[0.5, "first"], [0.75, "first"], [0.875, "first"], 0.875]

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from island_of_processes import report as report_island
 from register import CASES
 from register_run import State, gradients, params, train_step
-from uneven import report
+from uneven import report as report_uneven
 
 import jaxdist as jd
 from jaxdist.processes.cluster import VARIABLES
@@ -90,7 +91,8 @@ def main():
     found |= compare(levels[2], tuple(PODS), jd.make_mesh(PODS), PODS)
     placed = jd.place({"w": jnp.arange(3.0), "e": jd.PerWorker(jnp.ones(2))}, jd.make_mesh())
     assert [shard.data.shape for shard in placed["e"].value.addressable_shards] == [(1, 2)] * LOCAL
-    found["uneven"] = report(jd.make_mesh())
+    found["uneven"] = report_uneven(jd.make_mesh())
+    found["island"] = report_island(jd.make_mesh())
     print("RESULT " + json.dumps(found), flush=True)
 
 
