@@ -17,6 +17,8 @@ SEQUENCES, EXAMPLES = (int(os.environ.get("BATCH_FACTOR", "1")) * size for size 
 RATES = {"lm": 1e-3, "mlp": 0.05}
 MOMENTUM = 0.9
 BATCHES = 16
+# What the language models read: losses are compared on the same text, and each version of Python has another one.
+TEXT = Path(os.environ.get("TEXT", sysconfig.get_paths()["stdlib"]))
 
 
 class Problem(NamedTuple):
@@ -79,5 +81,4 @@ PROBLEMS = {"lm": language_model, "lm30": partial(language_model, width=LARGE_WI
 
 
 def _standard_library() -> bytes:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return b"".join(path.read_bytes() for path in sorted(root.glob("*.py")) if "_sysconfigdata" not in path.name)
+    return b"".join(path.read_bytes() for path in sorted(TEXT.glob("*.py")) if "_sysconfigdata" not in path.name)

@@ -10,6 +10,7 @@ needs to predict them. `losses` trains without links, since the loss by step doe
 of cores. The time to a loss is their product; `runs` trains over a link to the target, to verify it. Each command adds
 to its file in FOLDER.
 `steps --turns` is `steps` and then `runs` over the last link. `--problem tiny` tries a command in seconds.
+Language models read the standard library of this Python: `TEXT=FOLDER` in the environment is that of another one.
 
 A process of one thread on each host for each system; those of the system that does not run wait. Needs root for the
 links.

@@ -5,6 +5,7 @@ import re
 import runpy
 import statistics
 import sys
+from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
@@ -30,9 +31,9 @@ def split_row(line: str) -> list[str]:
     return [cell.strip(" *") for cell in line.split("|")[1:-1]]
 
 
-def find_race(problem: str, link: str) -> dict[str, dict[str, str]]:
+def find_race(problem: str, link: str, folder: Path = RACE) -> dict[str, dict[str, str]]:
     """What was measured in the race of a problem over a link: of each method, the first first, the cells by column."""
-    table = (RACE / "race.md").read_text().split(f"### {problem}, {link}\n")[1].split("###")[0]
+    table = (folder / "race.md").read_text().split(f"### {problem}, {link}\n")[1].split("###")[0]
     head, _, *rows = [split_row(line) for line in re.findall(r"^\|.*$", table, re.MULTILINE)]
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
@@ -123,6 +124,20 @@ def test_seconds_in_the_report_of_the_race_are_those_of_its_runs(heading, proble
         assert steps.split(" ")[0] == next(cells for head, cells in races[0][method].items() if "steps to" in head)
         for race, quoted in zip(races, seconds, strict=True):
             assert is_rounded(quoted, race[method]["seconds"])
+
+
+def test_the_race_on_another_version_of_jax_is_that_of_its_runs():
+    (table,) = find_race_tables("On jax 0.12")
+    races = [find_race(LANGUAGE_MODEL, link, RACE / "jax_0_12") for link in LINKS]
+    assert {row[0] for row in table} == set(races[0])
+    for method, *cells in table:
+        for race, step, seconds in zip(races, cells[::2], cells[1::2], strict=True):
+            assert step == race[method]["step ms"]
+            assert is_rounded(seconds, race[method]["seconds"])
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    (quoted,) = re.findall(r"with jax 0\.12, .*? PowerSGD over 100 Mbit/s takes (\d+ s) and DDP (\d+ s)", readme)
+    for seconds, method in zip(quoted, ("jaxdist PowerSGD, rank 4", "PyTorch DDP"), strict=True):
+        assert is_rounded(seconds, races[0][method]["seconds"])
 
 
 @pytest.mark.parametrize(
