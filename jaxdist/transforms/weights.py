@@ -106,8 +106,16 @@ def as_flag(active: Any) -> Bool[Array, ""]:
     """Returns `active=` as a boolean of this worker.
 
     Raises:
-      ValueError: it has a shape.
+      ValueError: it is a tree, or has a shape.
+      TypeError: it is neither a boolean nor a number.
     """
+    if not jax.tree_util.all_leaves([active]):
+        raise ValueError(
+            f"active must be one boolean, that of this worker, got a tree, {jax.tree.structure(active)}: to leave out "
+            "single leaves pass numbers, as examples={'w': 1, 'b': 0}"
+        )
+    if not isinstance(active, bool | int | float | np.number | np.ndarray | np.bool_ | jax.Array):
+        raise TypeError(f"active must be one boolean, that of this worker, got {active!r}")
     if jnp.shape(active) != ():
         raise ValueError(f"active must be one boolean, that of this worker, got shape {jnp.shape(active)}")
     flag = jnp.asarray(active)
