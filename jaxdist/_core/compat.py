@@ -76,7 +76,7 @@ def vary_like(x: Array, like: jax.ShapeDtypeStruct) -> Array:
 
 
 def zeros_like_shape(like: jax.ShapeDtypeStruct, dtype: Any) -> Array:
-    """Zeros with the shape of a result of `eval_shape`, and its sharding, which is a part of the type on Explicit axes."""
+    """Zeros with the shape of a result of `eval_shape`, and its sharding, a part of the type on Explicit axes."""
     # On other axes it has none.
     return jnp.zeros(like.shape, dtype, device=like.sharding)
 

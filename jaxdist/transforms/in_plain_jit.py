@@ -322,9 +322,9 @@ def weights_of_workers(names: Sequence[str], updates: Updates, examples: Any, ac
     if not weights:
         return None
     rows = jax.tree.map(_open, updates, is_leaf=is_mark)
-    return jax.vmap(
-        lambda weights, own: weight_of_leaves(weights.get("examples"), weights.get("active"), own)
-    )(weights, rows)
+    return jax.vmap(lambda weights, own: weight_of_leaves(weights.get("examples"), weights.get("active"), own))(
+        weights, rows
+    )
 
 
 def _split_weights(mesh: AbstractMesh, names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
@@ -354,10 +354,10 @@ def _refuse_call(f: Callable[..., Any], name: str, names: tuple[str, ...]) -> Ca
     def refused(*args: Any, **kwargs: Any) -> Any:
         del args, kwargs
         raise ValueError(
-            f"{name}= is a function of the global arrays of a plain jit, and is called here in the map of one worker of "
-            f"axis {axis!r}: put the optimizer that calls it behind all_reduce, "
-            f"optax.chain(all_reduce(reducer, axis={axis!r}), optimizer), without accumulate around it, or run the step "
-            f"with distribute(step, mesh, axis={axis!r}); see {PAGE}"
+            f"{name}= is a function of the global arrays of a plain jit, and is called here in the map of one worker "
+            f"of axis {axis!r}: put the optimizer that calls it behind all_reduce, optax.chain(all_reduce(reducer, "
+            f"axis={axis!r}), optimizer), without accumulate around it, or run the step with distribute(step, mesh, "
+            f"axis={axis!r}); see {PAGE}"
         )
 
     # What does not call it does not look whether it is a mean either.

@@ -5,6 +5,7 @@ gradient; a weight of 0 leaves the gradient out, whatever it holds.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -205,17 +206,7 @@ def keep_unsent(used: Array, new: State, old: State, updates: Updates) -> State:
     """
     if used.ndim == 0:
         return tree_where(used, new, old)
-    like = jax.tree.structure(updates)
-    shapes = [x.shape for x in jax.tree.leaves(updates)]
-
-    def split(node: Any) -> list[Any] | None:
-        """The arrays of a tree like the gradient's, `None` for leaves that another part of the state has."""
-        try:
-            found = like.flatten_up_to(node)
-        except (ValueError, TypeError):
-            return None
-        known = [(x, shape) for x, shape in zip(found, shapes, strict=True) if x is not None]
-        return found if known and all(getattr(x, "shape", None) == shape for x, shape in known) else None
+    split = partial(_leaves_of, jax.tree.structure(updates), [x.shape for x in jax.tree.leaves(updates)])
 
     def is_by_leaf(node: Any) -> bool:
         return split(node) is not None
@@ -227,18 +218,27 @@ def keep_unsent(used: Array, new: State, old: State, updates: Updates) -> State:
         return keep_leaves(after, before) if is_by_leaf(before) else tree_where(used.any(), after, before)
 
     def keep_own(after: Any, before: Any) -> Any:
-        if is_by_leaf(before):
-            return keep_leaves(after, before)
-        if before.ndim:
+        if not is_by_leaf(before) and before.ndim:
             raise ValueError(
                 f"weights for single leaves need a reducer that keeps its residuals leaf by leaf, and this one has "
                 f"shape {before.shape}: use exact(), compressed(...) or error_feedback(compressed(...)), or pass one "
                 "number as examples="
             )
-        return tree_where(used.any(), after, before)
+        return keep_node(after, before)
 
     def keep_leaves(after: Any, before: Any) -> Any:
         pairs = zip(split(after) or [], split(before) or [], strict=True)
-        return like.unflatten([None if x is None else jnp.where(used[i], x, y) for i, (x, y) in enumerate(pairs)])
+        kept = [None if x is None else jnp.where(used[i], x, y) for i, (x, y) in enumerate(pairs)]
+        return jax.tree.structure(updates).unflatten(kept)
 
     return jax.tree.map(keep_node, new, old, is_leaf=lambda node: is_mark(node) or is_by_leaf(node))
+
+
+def _leaves_of(like: Any, shapes: list[tuple[int, ...]], node: Any) -> list[Any] | None:
+    """The arrays of a tree of this structure, `None` for leaves that another part of the state has."""
+    try:
+        found = like.flatten_up_to(node)
+    except (ValueError, TypeError):
+        return None
+    known = [(x, shape) for x, shape in zip(found, shapes, strict=True) if x is not None]
+    return found if known and all(getattr(x, "shape", None) == shape for x, shape in known) else None

@@ -295,9 +295,9 @@ def test_one_number_or_one_boolean():
         weight_of_worker({"a": 1}, None, name="demo")
     with pytest.raises(ValueError, match="active must be one boolean"):
         weight_of_worker(None, jnp.ones(2, bool), name="accumulate")
-    with pytest.raises(ValueError, match="active must be one boolean.*got a tree.*as examples="):
+    with pytest.raises(ValueError, match=r"active must be one boolean.*got a tree.*as examples="):
         weight_of_leaves(None, {"a": True, "b": False}, {"a": jnp.zeros(2), "b": jnp.zeros(())})
-    with pytest.raises(TypeError, match="active must be one boolean.*got 'yes'"):
+    with pytest.raises(TypeError, match=r"active must be one boolean.*got 'yes'"):
         weight_of_worker(None, "yes", name="accumulate")
     assert weight_of_worker(None, None, name="accumulate") is None
     assert float(weight_of_worker(jnp.nan * jnp.ones(()), False, name="accumulate")) == 0
