@@ -347,7 +347,7 @@ def _has_arrays(tree: Any) -> bool:
 
 
 def _refuse_call(f: Callable[..., Any], name: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """A function of global arrays in the map of one worker: whoever does not call it may get it."""
+    """A function of global arrays, for the map of one worker: it may be passed on there, but not called."""
     axis = spec_entry(names)
 
     @functools.wraps(f)
