@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import compute_on as _compute_on
 from jax.extend import core
 from jax.extend.core import primitives
@@ -72,6 +73,12 @@ def like_of(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruc
 def vary_like(x: Array, like: jax.ShapeDtypeStruct) -> Array:
     """Types an array as differing at least over the mesh axes over which that of `eval_shape` does."""
     return cast_varying(x, like.manual_axis_type.varying if like.manual_axis_type else ())
+
+
+def zeros_like_shape(like: jax.ShapeDtypeStruct, dtype: Any) -> Array:
+    """Zeros with the shape of a result of `eval_shape`, and its sharding, a part of the type on Explicit axes."""
+    # On other axes it has none.
+    return jnp.zeros(like.shape, dtype, device=like.sharding)
 
 
 def cast_varying(x: Array, names: Iterable[str]) -> Array:

@@ -64,7 +64,8 @@ def worker_key(key: Array, *, axis: AxisNames = "data") -> Array:
     """Folds this worker's number into a key inside a step: `fold_in(key, i)` for worker `i`.
 
     A replicated key gives the same numbers on all workers, so that all of them use the same dropout mask. The key of
-    this function gives different ones, the same on a mesh and in simulation.
+    this function gives different ones, the same on a mesh and in simulation (but of `rbg` keys JAX draws others under
+    `vmap`).
 
     *On the wire*: nothing.
 

@@ -82,5 +82,6 @@ def check_compressor(compressor: Any) -> None:
     """Raises unless the argument is a compressor; a reducer contains one already."""
     if not isinstance(compressor, Compressor):
         raise TypeError(
-            f"expected a compressor, such as qsgd(4) or top_k(0.01), got {compressor!r}; a reducer is used as it is"
+            f"expected a compressor, such as qsgd(4) or top_k(0.01), got {compressor!r}; a reducer is used as it is "
+            "where reducers are taken, and elsewhere the compressor inside it"
         )

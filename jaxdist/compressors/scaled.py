@@ -116,6 +116,7 @@ def closest_factor(own: Float[Array, "*shape"], worst: Any) -> Float[Array, "*sh
 
 def contraction_form(compressor: Compressor, *, closest: bool = False) -> Compressor:
     """The compressor to use inside error feedback: itself, or `scaled` of an unbiased one."""
+    check_compressor(compressor)
     if compressor.contraction is not None:
         return compressor
     if compressor.variance is not None:

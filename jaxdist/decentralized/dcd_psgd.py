@@ -10,7 +10,7 @@ from .._core.descriptions import with_description
 from .._core.trees import minus, plus
 from .._core.types import Array, PyTree
 from ..comm.base import Comm
-from ..compressors.compressor import Compressor
+from ..compressors.compressor import Compressor, check_compressor
 from ..topology.base import Topology
 from ..wire.mixing import multiply_in_dtype, weight_of
 from .exchange import exchange, exchange_rows, init_copy
@@ -56,6 +56,7 @@ def dcd_psgd(compressor: Compressor, *, interval: int = 1, replicas: bool = Fals
       Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", arXiv:1803.06443, 2018. Gan
       et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
+    check_compressor(compressor)
     check_interval(interval)
     dcd = _DCD(compressor, interval)
     if replicas:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._core.descriptions import with_description
 from .._core.trees import plus, wide
 from .._core.types import Array, PyTree
-from ..compressors.compressor import Compressor
+from ..compressors.compressor import Compressor, check_compressor
 from ..topology.base import Topology
 from .exchange import exchange
 from .method import Method, StepContext, StepResult, check_undirected
@@ -46,6 +46,7 @@ def ecd_psgd(compressor: Compressor) -> Method:
       Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", arXiv:1803.06443, 2018, as
       `dcd_psgd`.
     """
+    check_compressor(compressor)
     if compressor.variance is None:
         raise ValueError(
             "ecd_psgd averages the compression noise over time, so it needs an unbiased compressor (variance ω): use "

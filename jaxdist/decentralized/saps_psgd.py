@@ -4,7 +4,7 @@ import jax
 
 from .._core.descriptions import with_description
 from .._core.trees import plus
-from ..compressors.compressor import Compressor
+from ..compressors.compressor import Compressor, check_compressor
 from ..wire.buffers import unstack
 from .exchange import compress_leaves, decode_leaves
 from .method import Method, StepContext, StepResult, check_doubly_stochastic, mix
@@ -52,6 +52,7 @@ def saps_psgd(compressor: Compressor) -> Method:
       Tang, Shi, Chu, "Communication-Efficient Decentralized Learning with Sparsification and Adaptive Peer Selection",
       arXiv:2002.09692, 2020.
     """
+    check_compressor(compressor)
     if not (compressor.summable and compressor.shared_key) or compressor.contraction is None:
         raise ValueError(
             f"saps_psgd needs a compressor that keeps the same entries on all workers, got {compressor}: use random_k "

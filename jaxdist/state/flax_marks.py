@@ -19,8 +19,9 @@ OPTIMIZER = "flax.nnx.training.optimizer"
 VARIABLES = "flax.nnx.variablelib"
 
 STREAMS = (
-    "Make the layer without rngs=, nnx.Dropout(rate), or nnx.MultiHeadAttention(..., keep_rngs=False), and pass them "
-    "in the call, model(x, rngs=nnx.Rngs(dropout=jd.runtime.worker_key(key))) (docs/how-to/use-flax.md)"
+    "Make the layer without rngs=, nnx.Dropout(rate), nnx.MultiHeadAttention(..., keep_rngs=False) or "
+    "nnx.RNN(cell, rngs=False), and pass them in the call, "
+    "model(x, rngs=nnx.Rngs(dropout=jd.runtime.worker_key(key))) (docs/how-to/use-flax.md)"
 )
 PATTERN = (
     "call optax directly: `_, params, rest = nnx.split(model, nnx.Param, ...)`, `opt = tx.init(params)`, and in the "

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from .._core.checks import check_count
-from .._core.compat import vary_like
+from .._core.compat import vary_like, zeros_like_shape
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Int, Like, PyTree, State, Updates
@@ -146,7 +146,9 @@ class _Accumulate(NamedTuple):
         due = _is_due(sync, self.steps, count)
         if isinstance(due, bool):
             # Known while tracing: the program has the collective in every call, or in none.
-            out, inner = communicate(total, seen, state.inner) if due else (_zeros(updates), state.inner)
+            # The zeros are equal on all workers, whose gradients are not.
+            zeros = _zeros(jax.eval_shape(lambda: updates))
+            out, inner = communicate(total, seen, state.inner) if due else (zeros, state.inner)
         else:
             # Updates may be wider than gradients, as those of a master copy in float32.
             like = jax.eval_shape(communicate, total, seen, state.inner)
@@ -183,7 +185,7 @@ def _join(own: PyTree, sharded: PyTree) -> PyTree:
 
 
 def _zeros(like: PyTree[Like]) -> Updates:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return jax.tree.map(lambda x: zeros_like_shape(x, x.dtype), like)
 
 
 def _is_due(sync: Any, steps: int | None, count: Int[Array, ""]) -> Array | bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -18,13 +19,19 @@ from ..state.marks import PerWorker, axis_tuple, expand_specs, is_mark, is_spec,
 from ..state.parameter_specs import spec_axes, without_axes
 from ..state.placement import check_placed
 from .local_value_and_grad import local_value_and_grad
+from .weights import weight_of_leaves
 
 PAGE = "docs/how-to/keep-your-shardings.md"
 WEIGHTS = ("active", "examples")
 
 
 def per_worker_value_and_grad(
-    loss: Callable[..., Any], *, axis: AxisNames = "data", has_aux: bool = False, micro_batches: int = 1
+    loss: Callable[..., Any],
+    *,
+    axis: AxisNames = "data",
+    has_aux: bool = False,
+    micro_batches: int = 1,
+    weights: Callable[[Any], Any] | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` of every worker's loss, for a step that is a plain `jax.jit` over global arrays.
 
@@ -42,7 +49,8 @@ def per_worker_value_and_grad(
       axis: the mesh axis of the workers, or several, of the mesh that `jax.set_mesh` has set.
       has_aux: whether the loss also returns auxiliary data: its floating leaves are averaged over workers, integers
         summed.
-      micro_batches: the parts of each worker's rows, as for `local_value_and_grad`.
+      micro_batches: the parts of each worker's rows, and
+      weights: the number of examples of a part, as for `local_value_and_grad`.
 
     Raises:
       ValueError: there is no mesh with the axis; the axis is mapped already; a batch does not divide; a sharding
@@ -65,7 +73,7 @@ def per_worker_value_and_grad(
       (-1.0, 2.0)
     """
     names = axis_tuple(axis)
-    inner = local_value_and_grad(loss, axis=None, has_aux=has_aux, micro_batches=micro_batches)
+    inner = local_value_and_grad(loss, axis=None, has_aux=has_aux, micro_batches=micro_batches, weights=weights)
 
     def value_and_grad(params: PyTree, batch: PyTree, *rest: Any) -> tuple[Any, Any]:
         mesh = _mesh_of_workers(names)
@@ -265,9 +273,14 @@ def map_update(
 ) -> tuple[Updates, State]:
     """Maps an update over the workers. Its updates are equal on all of them, or each worker's own, and then marked."""
     mesh = jax.sharding.get_abstract_mesh()
-    given = [name for name in WEIGHTS if extra_args.get(name) is not None]
-    weights = {name: _weights_of_all(mesh, names, name, extra_args[name]) for name in given}
-    others = {name: x for name, x in extra_args.items() if name not in weights}
+    weights = _split_weights(mesh, names, {name: extra_args.get(name) for name in WEIGHTS})
+    # Only arrays are mapped: what else is passed, as `sync=`, chooses the program.
+    others = {name: x for name, x in extra_args.items() if name not in weights and _has_arrays(x)}
+    static = {
+        name: _refuse_call(x, name, names) if callable(x) else x
+        for name, x in extra_args.items()
+        if name not in weights and name not in others
+    }
     # A state that `jax.jit(tx.init)` made, as plain JAX does, lacks the workers' dimension.
     check_placed(state, mesh, names)
     view = view_of(state, names)
@@ -282,7 +295,7 @@ def map_update(
         leaves, structure = jax.tree.flatten(state)
         own = structure.unflatten([*map(jnp.squeeze, leaves, view.dimensions)])
         updates, weights = jax.tree.map(lambda x: x[0], (updates, weights))
-        out, new = tx.update(updates, own, params, **weights, **others)
+        out, new = tx.update(updates, own, params, **weights, **others, **static)
         leaves, structure = jax.tree.flatten(new)
         out = out if averages else jax.tree.map(lambda g: g[None], out)
         return out, structure.unflatten([*map(jnp.expand_dims, leaves, view.dimensions)])
@@ -298,6 +311,58 @@ def map_update(
     # Of scattered parameters a map would gather the others' parts, and `all_reduce` needs none.
     out, state = mapped(local, state, params if scattered is None else None, weights, others)
     return out if averages else jax.tree.map(lambda g: PerWorker(g, axis=names), out), state
+
+
+def weights_of_workers(names: Sequence[str], updates: Updates, examples: Any, active: Any) -> Array | None:
+    """`[W]` or `[W, leaves]`: of each worker what `weight_of_leaves` gives inside of a map; `None` of means."""
+    if not any(is_mark(x) for x in jax.tree.leaves(updates, is_leaf=is_mark)):
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    weights = _split_weights(mesh, tuple(names), {"examples": examples, "active": active})
+    if not weights:
+        return None
+    rows = jax.tree.map(_open, updates, is_leaf=is_mark)
+    return jax.vmap(lambda weights, own: weight_of_leaves(weights.get("examples"), weights.get("active"), own))(
+        weights, rows
+    )
+
+
+def _split_weights(mesh: AbstractMesh, names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """Those that are given, `[W]`, or trees of them."""
+    return {
+        name: jax.tree.map(functools.partial(_weights_of_all, mesh, names, name), x, is_leaf=_is_row)
+        for name, x in given.items()
+        if x is not None
+    }
+
+
+def _is_row(x: Any) -> bool:
+    """Whether this is one leaf of a tree of weights: a mark, or a list of numbers."""
+    numbers = int | float | np.number | jax.Array
+    return is_mark(x) or (isinstance(x, list | tuple) and all(isinstance(n, numbers) and jnp.ndim(n) == 0 for n in x))
+
+
+def _has_arrays(tree: Any) -> bool:
+    return any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(tree))
+
+
+def _refuse_call(f: Callable[..., Any], name: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function of global arrays, for the map of one worker: it may be passed on there, but not called."""
+    axis = spec_entry(names)
+
+    @functools.wraps(f)
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        raise ValueError(
+            f"{name}= is a function of the global arrays of a plain jit, and is called here in the map of one worker "
+            f"of axis {axis!r}: put the optimizer that calls it behind all_reduce, optax.chain(all_reduce(reducer, "
+            f"axis={axis!r}), optimizer), without accumulate around it, or run the step with distribute(step, mesh, "
+            f"axis={axis!r}); see {PAGE}"
+        )
+
+    # What does not call it does not look whether it is a mean either.
+    refused.__dict__.update(is_averaged=True, is_weighted=True)
+    return refused
 
 
 def _weights_of_all(mesh: AbstractMesh, names: tuple[str, ...], name: str, x: Any) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.checks import check_range
-from .._core.compat import cast_varying, like_of, mesh_axes_being_mapped, vary_like
+from .._core.compat import cast_varying, like_of, mesh_axes_being_mapped, vary_like, zeros_like_shape
 from .._core.dtypes import working_dtype
 from .._core.jaxprs import find_forwarded, propagate
 from .._core.trees import fold_keys, is_overwritten
@@ -273,7 +273,7 @@ def _sum_parts(
     stack = (jnp.arange(divided.parts), shares, divided.stack)
     shapes = jax.eval_shape(lambda first: evaluate_part(*first), jax.tree.map(lambda x: x[0], stack))
     # Over a further axis each sum differs as its terms do.
-    zeros = jax.tree.map(lambda x: vary_like(jnp.zeros(x.shape, _sum_dtype(x.dtype)), x), shapes)
+    zeros = jax.tree.map(lambda x: vary_like(zeros_like_shape(x, _sum_dtype(x.dtype)), x), shapes)
     # The loss of a replicated batch is replicated, but a sum of local ones is not: type all of it as local.
     zeros = to_varying(zeros, axis)
     return lax.scan(add_part, zeros, stack)[0], shapes

@@ -12,7 +12,7 @@ from jaxtyping import DTypeLike
 from .._core.checks import check_range
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, PyTree, Shape, State, Updates
-from ..compressors.compressor import Compressor
+from ..compressors.compressor import Compressor, check_compressor
 from ..compressors.dynamic_fp8 import dynamic_fp8
 from ..state.marks import Inseparable, is_mark
 from .extra_args import with_extra_args
@@ -118,6 +118,8 @@ def quantized_state(
       DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, 2024 (moments in bfloat16).
     """
     check_range("smallest", smallest, 1, ends="[]")
+    if code is not None:
+        check_compressor(code)
     tx = _QuantizedState(with_extra_args(inner), dynamic_fp8() if code is None else code, smallest)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 

@@ -20,7 +20,7 @@ from ..state.donation import DonationChecks
 from ..state.flax_marks import refuse_shared_variables
 from ..state.marks import axis_tuple, check_batch_usable, check_usable
 from .extra_args import with_extra_args
-from .in_plain_jit import is_outside_map
+from .in_plain_jit import is_outside_map, weights_of_workers
 from .weights import weight_of_leaves, zero_unless
 
 
@@ -106,11 +106,14 @@ def skip_nonfinite(
         return SkipNonfiniteState(tx.init(params), zero, jnp.zeros_like(zero), jnp.asarray(allowed, jnp.int32))
 
     def update_fn(updates, state, params=None, **extra_args):
-        # Under plain jit a flag is that of all workers already.
-        comm = alone() if is_outside_map(axis_tuple(axis)) else over(axis)
+        names, weights = axis_tuple(axis), (extra_args.get("examples"), extra_args.get("active"))
         # Without examples a mean is 0/0, and is left out wherever workers are averaged.
-        weight = weight_of_leaves(extra_args.get("examples"), extra_args.get("active"), updates)
-        checked = updates if weight is None else zero_unless(weight > 0, updates)
+        if is_outside_map(names):
+            # Under plain jit a flag is that of all workers already.
+            comm, weight, leave_out = alone(), weights_of_workers(names, updates, *weights), jax.vmap(zero_unless)
+        else:
+            comm, weight, leave_out = over(axis), weight_of_leaves(*weights, updates), zero_unless
+        checked = updates if weight is None else leave_out(weight > 0, updates)
         # Collectives run on zeros in place of a bad gradient.
         bad = _any(jnp.logical_not(_is_moderate(x)) for x in _inexact(checked))
         if extra_args.get("value") is not None:

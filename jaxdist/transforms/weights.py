@@ -5,6 +5,7 @@ gradient; a weight of 0 leaves the gradient out, whatever it holds.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -106,8 +107,16 @@ def as_flag(active: Any) -> Bool[Array, ""]:
     """Returns `active=` as a boolean of this worker.
 
     Raises:
-      ValueError: it has a shape.
+      ValueError: it is a tree, or has a shape.
+      TypeError: it is neither a boolean nor a number.
     """
+    if not jax.tree_util.all_leaves([active]):
+        raise ValueError(
+            f"active must be one boolean, that of this worker, got a tree, {jax.tree.structure(active)}: to leave out "
+            "single leaves pass numbers, as examples={'w': 1, 'b': 0}"
+        )
+    if not isinstance(active, bool | int | float | np.number | np.ndarray | np.bool_ | jax.Array):
+        raise TypeError(f"active must be one boolean, that of this worker, got {active!r}")
     if jnp.shape(active) != ():
         raise ValueError(f"active must be one boolean, that of this worker, got shape {jnp.shape(active)}")
     flag = jnp.asarray(active)
@@ -186,7 +195,10 @@ def keep_unused(used: Array, new: State, old: State, init: Callable[[PyTree], St
 
 
 def keep_unsent(used: Array, new: State, old: State, updates: Updates) -> State:
-    """Returns the new state of a reducer, and the old one of the residuals of leaves that no worker used.
+    """Returns the new state of a reducer, and the old one of what belongs to leaves that no worker used.
+
+    Replicated parts of one array for each leaf are kept as residuals are: what EF21 has of all workers must stay the
+    mean of what they have. Numbers are those of the step.
 
     Raises:
       ValueError: weights are those of single leaves, and the reducer keeps what it has not sent in another form than
@@ -194,26 +206,39 @@ def keep_unsent(used: Array, new: State, old: State, updates: Updates) -> State:
     """
     if used.ndim == 0:
         return tree_where(used, new, old)
-    like = jax.tree.structure(updates)
-    shapes = [x.shape for x in jax.tree.leaves(updates)]
+    split = partial(_leaves_of, jax.tree.structure(updates), [x.shape for x in jax.tree.leaves(updates)])
 
-    def is_residual(node: Any) -> bool:
-        return jax.tree.structure(node) == like and [x.shape for x in jax.tree.leaves(node)] == shapes
+    def is_by_leaf(node: Any) -> bool:
+        return split(node) is not None
 
     def keep_node(after: Any, before: Any) -> Any:
         if is_mark(before):
-            kept = jax.tree.map(keep_residual, after.value, before.value, is_leaf=is_residual)
+            kept = jax.tree.map(keep_own, after.value, before.value, is_leaf=is_by_leaf)
             return jax.tree.unflatten(jax.tree.structure(after), jax.tree.leaves(kept))
-        return tree_where(used.any(), after, before)
+        return keep_leaves(after, before) if is_by_leaf(before) else tree_where(used.any(), after, before)
 
-    def keep_residual(after: Any, before: Any) -> Any:
-        if not is_residual(before):
+    def keep_own(after: Any, before: Any) -> Any:
+        if not is_by_leaf(before) and before.ndim:
             raise ValueError(
                 f"weights for single leaves need a reducer that keeps its residuals leaf by leaf, and this one has "
                 f"shape {before.shape}: use exact(), compressed(...) or error_feedback(compressed(...)), or pass one "
                 "number as examples="
             )
-        leaves = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
-        return like.unflatten([jnp.where(used[i], *pair) for i, pair in enumerate(leaves)])
+        return keep_node(after, before)
 
-    return jax.tree.map(keep_node, new, old, is_leaf=is_mark)
+    def keep_leaves(after: Any, before: Any) -> Any:
+        pairs = zip(split(after) or [], split(before) or [], strict=True)
+        kept = [None if x is None else jnp.where(used[i], x, y) for i, (x, y) in enumerate(pairs)]
+        return jax.tree.structure(updates).unflatten(kept)
+
+    return jax.tree.map(keep_node, new, old, is_leaf=lambda node: is_mark(node) or is_by_leaf(node))
+
+
+def _leaves_of(like: Any, shapes: list[tuple[int, ...]], node: Any) -> list[Any] | None:
+    """The arrays of a tree of this structure, `None` for leaves that another part of the state has."""
+    try:
+        found = like.flatten_up_to(node)
+    except (ValueError, TypeError):
+        return None
+    known = [(x, shape) for x, shape in zip(found, shapes, strict=True) if x is not None]
+    return found if known and all(getattr(x, "shape", None) == shape for x, shape in known) else None

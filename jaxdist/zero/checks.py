@@ -32,7 +32,10 @@ def check_inner(state: PyTree) -> None:
 
 
 def check_replicated(params: PyTree, extra_args: dict[str, Any], axis: AxisNames) -> None:
-    """Checks that whole parameters and an optimizer's extra arguments are not typed as differing between workers."""
+    """Checks that whole parameters and an optimizer's extra arguments are not typed as differing between workers.
+
+    Shards may differ.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if varies_somewhere(leaf, axis):
             raise ValueError(
@@ -41,11 +44,18 @@ def check_replicated(params: PyTree, extra_args: dict[str, Any], axis: AxisNames
                 "let workers of another axis differ, PerWorker(params, axis='pod') with zero_redundancy(axis='chip')"
             )
     for name, value in extra_args.items():
-        replicated = jax.tree.leaves(value)
-        if any(isinstance(x, jax.Array) and varies_somewhere(x, axis) for x in replicated):
+        nodes = jax.tree.leaves(value, is_leaf=is_mark)
+        if any(isinstance(x, jax.Array) and varies_somewhere(x, axis) for x in nodes):
+            cure = f"average it, jax.lax.pmean({name}, {axis!r})"
+            if any(map(is_mark, nodes)):
+                cure = (
+                    "average its leaves except the Sharded ones, which are shards of the mean: jax.tree.map(lambda x: "
+                    f"x if isinstance(x, jd.Sharded) else jax.lax.pmean(x, {axis!r}), {name}, "
+                    "is_leaf=lambda x: isinstance(x, jd.Sharded))"
+                )
             raise ValueError(
                 f"{name}= differs between workers of axis {axis!r}, but zero_redundancy needs the same value on all: "
-                f"average it, jax.lax.pmean({name}, {axis!r})"
+                f"{cure}"
             )
 
 

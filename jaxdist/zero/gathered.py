@@ -14,7 +14,7 @@ from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, Like, PRNGKeyArray, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
-from ..compressors.compressor import Compressor
+from ..compressors.compressor import Compressor, check_compressor
 from ..reducers.exact import exact
 from ..reducers.reducer import Reducer, shards_of
 from ..state.marks import Sharded, axis_tuple, is_mark
@@ -109,6 +109,8 @@ def gathered(
             "secondary_partition=True gathers again in the backward pass, which remat=False does not: use only one"
         )
     form = shards_of(reducer, advice="gathered(..., reducer=exact())")
+    if compressor is not None:
+        check_compressor(compressor)
     tx = _Gathered(axis, form, compressor, secondary_partition)
 
     def run(params, kept, *args):
@@ -167,6 +169,8 @@ def gathered_scan(
                 "prefetch=True gathers over all links in the backward pass too: leave out secondary_partition"
             )
         tx = _Gathered(axis, shards_of(reducer, advice="gathered(..., reducer=exact())"), compressor, False)
+        if compressor is not None:
+            check_compressor(compressor)
         # Everything is typed as varying throughout, since gathered arrays are.
         stacked, x, args = over(axis).varying((stacked, x, args))
         return _scan_with_prefetch(f, lambda params: tx.assemble(params, tx.keep(params)), stacked, x, args)

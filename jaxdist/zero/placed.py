@@ -14,9 +14,9 @@ from ..reducers.reducer import Reducer
 from ..state.marks import axis_tuple, expand_specs, spec_entry
 from ..state.parameter_specs import spec_axes, without_axes
 from ..transforms.all_reduce import AllReduceState, all_reduce
-from ..transforms.in_plain_jit import is_outside_map
+from ..transforms.in_plain_jit import is_outside_map, weights_of_workers
 from ..transforms.local_gradients import check_leaves
-from ..transforms.weights import zero_unless
+from ..transforms.weights import keep_unused, zero_unless
 from .checks import check_inner
 from .state import ZeroState
 from .updates import difference
@@ -78,11 +78,12 @@ class _PlacedZero(NamedTuple):
             optimized = state.master if self.master_dtype is not None else jax.tree.map(_place, params, specs)
             means = jax.tree.map(lambda x, p: x.astype(p.dtype), means, optimized)
             steps, inner = self.inner.update(means, state.inner, optimized, **extra_args)
-            if examples is not None or active is not None:
-                # A step in which no worker had an example changes nothing, even if `inner` decays weights.
-                some = reduced.empty == state.empty
-                inner = jax.tree.map(lambda new, old: jnp.where(some, new, old), inner, state.inner)
-                steps = zero_unless(some, steps)
+            weight = weights_of_workers(names, updates, examples, active)
+            if weight is not None:
+                # What no worker had an example for stays, even if `inner` decays weights.
+                used = (weight > 0).any(0)
+                inner = keep_unused(used, inner, state.inner, self.inner.init, optimized)
+                steps = zero_unless(used, steps)
             steps = jax.tree.map(_place, steps, specs)
             # updates = all_gather(u), unless the parameters are sharded as the state is.
             places = specs if self.stage == 3 else jax.tree.map(lambda spec: without_axes(spec, names), specs)

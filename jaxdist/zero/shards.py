@@ -12,7 +12,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import fold_keys, next_count, select_leaves
 from .._core.types import Array, AxisNames, Flag, Like, Payload, PRNGKeyArray, PyTree, Shape, State, Updates
 from ..comm.base import Comm
-from ..compressors.compressor import Compressor
+from ..compressors.compressor import Compressor, check_compressor
 from ..reducers.messages import as_generator, run
 from ..reducers.reducer import Extras, Reducer
 from ..schedule.buckets import assign_buckets, forward_positions
@@ -141,7 +141,8 @@ def identity_codec() -> StateCodec:
 
 def compressing_codec(compressor: Compressor) -> StateCodec:
     """Keeps the payloads of large sharded arrays; each worker encodes its own shard, which no block straddles."""
-    _check_compressor(compressor)
+    check_compressor(compressor)
+    _check_blocks(compressor)
     codec = _CompressingCodec(compressor)
     return StateCodec(codec.init, codec.decode, codec.encode)
 
@@ -209,7 +210,7 @@ class _CompressingCodec(NamedTuple):
         return CompactState(structure.unflatten(encoded), count)
 
 
-def _check_compressor(compressor: Compressor) -> None:
+def _check_blocks(compressor: Compressor) -> None:
     """Checks that every `MULTIPLE` entries have their own words: then the words can be sharded as the entries are."""
     payloads = [_payload_of(compressor, MULTIPLE * count) for count in (1, 3, 32)]
     first, *more = [[x.shape for x in jax.tree.leaves(payload)] for payload in payloads]

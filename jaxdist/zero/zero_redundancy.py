@@ -246,7 +246,7 @@ class _ZeroRedundancy(NamedTuple):
 
     def _check_arguments(self, updates: Updates, params: PyTree, extra_args: dict[str, Any]) -> None:
         """Checks the gradients of replicated parameters, these parameters, and the optimizer's extra arguments."""
-        check_replicated(params, _without_marked(extra_args), self.axis)
+        check_replicated(params, extra_args, self.axis)
         check_leaves(updates)
         check_shapes(updates, params)
 

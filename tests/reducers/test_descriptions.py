@@ -39,6 +39,13 @@ def test_a_reducer_is_not_a_compressor(errors):
 
 
 @pytest.mark.slow
+def test_rules_refuse_what_is_no_optimizer(errors):
+    for name, (kind, message) in errors["optimizers"].items():
+        assert kind == "TypeError", (name, kind, message)
+        assert message.startswith("expected an optimizer, such as optax.adam(1e-3), got 0.1"), (name, message)
+
+
+@pytest.mark.slow
 def test_numbers_that_are_no_counts(errors):
     for name, (kind, message) in errors["halves"].items():
         assert (kind, message) == ("ValueError", f"{name} must be a whole number, got 1.5")

@@ -548,3 +548,28 @@ def test_lifted_transforms_of_linen_change_no_gradient(name):
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, rngs, stream=True):
+        self.rnn = nnx.RNN(nnx.SimpleCell(3, 4, rngs=rngs), rngs=stream)
+
+    def __call__(self, x):
+        return self.rnn(x, rngs=nnx.Rngs(carry=0))
+
+
+def test_recurrent_layers_are_told_how_to_keep_no_stream():
+    """`nnx.RNN` has one by default, without `rngs=` of its user."""
+    with pytest.raises(ValueError, match=r"rnn\.rngs\.count` of the state .*nnx\.RNN\(cell, rngs=False\)"):
+        jd.place(Recurrent(nnx.Rngs(0)), 2)
+
+    def step(state, data):
+        model, optimizer = state
+        _, gradient = jd.local_value_and_grad(lambda model, x: (model(x) ** 2).mean())(model, data)
+        optimizer.update(model, gradient)
+        return (model, optimizer), {}
+
+    model = Recurrent(nnx.Rngs(0), stream=False)
+    state = jd.init_state(lambda: (model, nnx.Optimizer(model, TX, wrt=nnx.Param)), 2)
+    trained, _ = jd.simulate(step, 2)(state, jnp.ones((4, 2, 3)))[0]
+    assert not jnp.array_equal(trained.rnn.cell.dense_i.kernel[...], model.rnn.cell.dense_i.kernel[...])

@@ -465,3 +465,144 @@ def test_parameters_in_bfloat16_beside_masters(kind):
             wanted, _ = plain(wanted, np.asarray(batch(mesh, seed)))
     assert state[0]["table"].dtype == jnp.bfloat16
     assert_close(jax.device_get(state[1]), jax.device_get(wanted[1]), 1e-3)
+
+
+def of_two(first, second):
+    """Gradients of two slices, as `per_worker_value_and_grad(axis="dcn")` returns them."""
+    return jax.tree.map(lambda x, y: jd.PerWorker(jnp.stack([x, y]), axis=("dcn",)), first, second)
+
+
+TWO_LEAVES = {"used": jnp.zeros(3), "unused": jnp.ones(2)}
+AROUND = {
+    "all_reduce": lambda tx: tx,
+    "accumulate": lambda tx: jd.accumulate(tx, 1, axis="dcn"),
+    "skip_nonfinite": lambda tx: jd.skip_nonfinite(tx, axis="dcn"),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, EXPLICIT])
+@pytest.mark.parametrize("around", AROUND)
+def test_what_wraps_all_reduce_leaves_out_the_same_slices(around, kind):
+    """A mean over no examples is NaN, and neither enters the mean nor skips the step; leaf by leaf with a tree."""
+    tx = AROUND[around](optax.chain(jd.all_reduce(jd.exact(), axis="dcn"), optax.sgd(1.0)))
+    grads = of_two(
+        {"used": jnp.full(3, 2.0), "unused": jnp.full(2, jnp.nan)},
+        {"used": jnp.full(3, jnp.nan), "unused": jnp.full(2, jnp.nan)},
+    )
+    finite = of_two(*[{"used": jnp.full(3, x), "unused": jnp.full(2, x)} for x in (2.0, 6.0)])
+    nobody, first = jnp.zeros(2), jnp.array([4.0, 0.0])
+    cases = [
+        (grads, {"examples": {"used": first, "unused": nobody}}, (2.0, 0.0)),
+        (finite, {"examples": {"used": jnp.array([3.0, 1.0]), "unused": first}}, (3.0, 2.0)),
+        (finite, {"active": jnp.array([False, True])}, (6.0, 6.0)),
+        (of_two({"used": jnp.full(3, 2.0), "unused": jnp.ones(2)}, TWO_LEAVES), {"examples": [4, 0]}, (2.0, 1.0)),
+        ({**grads, "unused": grads["used"]}, {"examples": first}, (2.0, 2.0)),
+    ]
+    with jax.set_mesh(make_mesh(kind)):
+        state = jd.init_state(lambda: tx.init(TWO_LEAVES), make_mesh(kind), axis="dcn")
+        for updates, weights, (used, unused) in cases:
+            params = {"used": TWO_LEAVES["used"], "unused": jnp.ones(updates["unused"].value.shape[1:])}
+            state = jd.init_state(lambda params=params: tx.init(params), make_mesh(kind), axis="dcn")
+            found, after = jax.jit(tx.update)(updates, state, params, **weights)
+            np.testing.assert_allclose(found["used"], -used * np.ones(3), rtol=1e-6)
+            np.testing.assert_allclose(found["unused"], -unused * np.ones(params["unused"].shape), rtol=1e-6)
+            if around == "skip_nonfinite":
+                assert int(after.skipped) == 0
+
+
+def test_zero_by_specs_leaves_what_no_slice_used():
+    """Neither decayed nor, in its moments, changed."""
+    specs = {"w": P("dcn"), "b": P()}
+    params = {"w": jnp.ones(4), "b": jnp.ones(4)}
+    tx = jd.zero_redundancy(optax.adamw(0.1, weight_decay=0.5), axis="dcn", specs=specs)
+    grads = jax.tree.map(lambda p: jd.PerWorker(jnp.ones((2, 4)), axis=("dcn",)), params)
+    mesh = jd.make_mesh({"dcn": 2})
+    with jax.set_mesh(mesh):
+        state = jd.init_state(lambda: tx.init(params), mesh, axis="dcn", specs=specs)
+        used = {"w": jnp.zeros(2), "b": jnp.array([1, 2])}
+        updates, state = jax.jit(tx.update)(grads, state, params, examples=used)
+    np.testing.assert_allclose(updates["w"], np.zeros(4))
+    np.testing.assert_allclose(updates["b"], -0.15 * np.ones(4), rtol=1e-5)
+    np.testing.assert_allclose(state.inner[0].mu["w"], np.zeros(4))
+
+
+def test_functions_of_global_arrays_stay_outside_the_map():
+    """Behind `all_reduce` an optimizer calls them where they are written; one in the map is refused by name."""
+    inner = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
+    averaged = optax.chain(jd.all_reduce(jd.exact(), axis="dcn"), inner)
+    params, x = {"w": jnp.ones((4, 4))}, np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+
+    def loss(p, x):
+        return jnp.mean(jnp.square(x @ p["w"] - 1))
+
+    def step(tx, state, x):
+        value, grads = jd.transforms.per_worker_value_and_grad(loss, axis="dcn")(params, x)
+        mean = {name: gradient.value.mean(0) for name, gradient in grads.items()}
+        return tx.update(grads, state, params, value=value, grad=mean, value_fn=lambda p: loss(p, x))[0]
+
+    value, gradient = jax.value_and_grad(loss)(params, x)
+    expected, _ = inner.update(
+        gradient, inner.init(params), params, value=value, grad=gradient, value_fn=lambda p: loss(p, x)
+    )
+    with jax.set_mesh(make_mesh()):
+        for tx in (averaged, jd.skip_nonfinite(averaged, axis="dcn")):
+            assert_close(jax.jit(step, static_argnums=0)(tx, tx.init(params), x), expected, 1e-5)
+        tx = jd.accumulate(averaged, 1, axis="dcn")
+        state = jd.init_state(lambda: tx.init(params), make_mesh(), axis="dcn")
+        with pytest.raises(ValueError, match=r"value_fn= is a function of the global arrays.*behind all_reduce"):
+            jax.jit(step, static_argnums=0)(tx, state, x)
+
+
+def test_the_host_chooses_the_sync():
+    """A Python bool chooses the program, and reaches the map as one."""
+    tx = jd.accumulate(optax.chain(jd.all_reduce(jd.exact(), axis="dcn"), optax.sgd(1.0)), axis="dcn")
+    update = jax.jit(tx.update, static_argnames="sync")
+    mesh = make_mesh()
+    with jax.set_mesh(mesh):
+        state = jd.init_state(lambda: tx.init(SMALL), mesh, axis="dcn")
+        first, state = update(of_slices(SMALL), state, SMALL, sync=False)
+        second, state = update(of_slices(SMALL), state, SMALL, sync=True)
+    assert_close((first, second), ({"w": np.zeros((4, 4))}, {"w": -np.ones((4, 4))}))
+
+
+def test_parts_are_weighted_by_a_function_of_theirs():
+    """The error about a loss that is divided by two numbers of the batch names an argument that is there."""
+
+    def loss(w, batch):
+        error = w * batch["x"]
+        return jnp.sum(error * batch["mask"]) / batch["mask"].sum() / (1 + 0 * batch["x"].max())
+
+    parts = {"axis": "dcn", "micro_batches": 2}
+    batch = {"x": jnp.arange(8.0), "mask": jnp.array([1.0, 1, 0, 1, 1, 0, 0, 1])}
+    with jax.set_mesh(make_mesh()):
+        with pytest.raises(ValueError, match="weights=lambda batch"):
+            jax.jit(jd.transforms.per_worker_value_and_grad(loss, **parts))(jnp.ones(()), batch)
+        of_slices = jd.transforms.per_worker_value_and_grad(loss, weights=lambda batch: batch["mask"].sum(), **parts)
+        _, gradient = jax.jit(of_slices)(jnp.ones(()), batch)
+    np.testing.assert_allclose(gradient.value, [(0 + 1 + 3) / 3, (4 + 7) / 2], rtol=1e-6)
+
+
+def test_sums_keep_the_shardings_of_explicit_axes():
+    """Of micro-batches, and of calls: zeros that a loop or a branch starts from have the types of what is added."""
+    mesh, specs = make_mesh(AxisType.Explicit), {"w": P("fsdp", "model")}
+    averaged = jd.all_reduce(jd.exact(), axis="dcn", specs=specs)
+    tx = jd.accumulate(optax.chain(averaged, optax.sgd(0.1)), 2, axis="dcn")
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(jnp.matmul(reshard(x, "fsdp"), reshard(params["w"]))))
+
+    @jax.jit
+    def step(state, x):
+        params, opt_state = state
+        _, grads = jd.transforms.per_worker_value_and_grad(loss, axis="dcn", micro_batches=2)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    batches = np.random.default_rng(0).standard_normal((2, 16, 4)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        state = jd.init_state(lambda: (SMALL, tx.init(SMALL)), mesh, axis="dcn", specs=specs)
+        for x in batches:
+            state = step(state, jax.device_put(x, jax.NamedSharding(mesh, P("dcn"))))
+    assert state[0]["w"].sharding.spec == specs["w"]
+    gradient = np.mean([jax.grad(lambda w, x=x: jnp.mean(jnp.square(x @ w)))(SMALL["w"]) for x in batches], 0)
+    np.testing.assert_allclose(state[0]["w"], 1 - 0.1 * gradient, rtol=1e-5)

@@ -170,6 +170,38 @@ def test_a_prefix_weighs_subtrees_and_an_unused_residual_waits():
     assert mean["body"][0].tolist() != [0, 0]
 
 
+BY_LEAF = {
+    "ef21": lambda: jd.reducers.ef21(jd.compressed(jd.compressors.identity())),
+    "feedback in groups": lambda: jd.reducers.per_leaf(
+        lambda path, leaf: path, dict.fromkeys("ab", jd.error_feedback(jd.compressed(jd.compressors.identity())))
+    ),
+    "statistics": lambda: jd.reducers.with_stats(jd.exact()),
+}
+
+
+@pytest.mark.parametrize("name", BY_LEAF)
+def test_leaf_by_leaf_states_wait_for_their_leaf(name):
+    """Of EF21 also what is replicated, the mean of what the workers keep: else the next mean is off for good."""
+    rng = np.random.default_rng(0)
+    drawn = {name: rng.normal(size=(3, 2, 4)).astype(np.float32) for name in "ab"}
+    used = np.array([[[1, 2], [3, 1]], [[2, 0], [1, 0]], [[1, 1], [0, 3]]], np.float32)  # step, worker, leaf
+    tx = jd.all_reduce(BY_LEAF[name]())
+
+    def worker(drawn, used):
+        def step(state, inputs):
+            gradient, (a, b) = inputs
+            updates, state = tx.update(gradient, state, examples={"a": a, "b": b})
+            return state, updates
+
+        return jax.lax.scan(step, tx.init({name: jnp.zeros(4) for name in "ab"}), (drawn, used))[1]
+
+    found = jax.jit(jax.vmap(worker, in_axes=1, out_axes=1, axis_name="data"))(drawn, used)
+    for i, leaf in enumerate("ab"):
+        for number in range(3):
+            expected = mean_by_leaf(drawn[leaf][number], used[number, :, i])
+            np.testing.assert_allclose(found[leaf][number, 0], expected, atol=1e-6, err_msg=f"{leaf}, {number}")
+
+
 @pytest.mark.parametrize("engine", ["simulate", pytest.param("types", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "make",
@@ -263,6 +295,10 @@ def test_one_number_or_one_boolean():
         weight_of_worker({"a": 1}, None, name="demo")
     with pytest.raises(ValueError, match="active must be one boolean"):
         weight_of_worker(None, jnp.ones(2, bool), name="accumulate")
+    with pytest.raises(ValueError, match=r"active must be one boolean.*got a tree.*as examples="):
+        weight_of_leaves(None, {"a": True, "b": False}, {"a": jnp.zeros(2), "b": jnp.zeros(())})
+    with pytest.raises(TypeError, match=r"active must be one boolean.*got 'yes'"):
+        weight_of_worker(None, "yes", name="accumulate")
     assert weight_of_worker(None, None, name="accumulate") is None
     assert float(weight_of_worker(jnp.nan * jnp.ones(()), False, name="accumulate")) == 0
 

@@ -102,3 +102,40 @@ def test_parts_of_a_batch_on_two_levels(axis):
         return jd.distribute(step, mesh, axis=("pod", "chip"))(state, batch)[0]["x"].value
 
     np.testing.assert_allclose(run(2), run(1), rtol=1e-6)
+
+
+def test_the_mean_of_arguments_leaves_shards_alone(mesh):
+    """As `grad=` of a search: a mean of shards of different workers would be a gradient of nothing."""
+
+    def add_argument(updates, state, params=None, *, grad, **_):
+        return jax.tree.map(jnp.add, updates, grad), state
+
+    tx = jd.zero_redundancy(optax.GradientTransformationExtraArgs(lambda params: (), add_argument))
+    start = {"w": jnp.ones((16, 4)), "b": jnp.zeros(4)}
+    batch = np.random.default_rng(0).standard_normal((2 * mesh.size, 16)).astype(np.float32)
+
+    def loss(p, x):
+        return jnp.mean(jnp.square(x @ p["w"] + p["b"][None] - 1))
+
+    def run(average):
+        def step(state, batch):
+            _, gradient = jd.local_value_and_grad(jd.zero.gathered(loss))(state["params"], batch)
+            updates, opt = tx.update(gradient, state["opt"], state["params"], grad=average(gradient))
+            return {"params": updates, "opt": opt}, {}
+
+        params = jd.zero.shard(start, smallest=10)
+        state = jd.init_state(lambda: {"params": params, "opt": tx.init(params)}, mesh)
+        return jd.consensus(jd.distribute(step, mesh)(state, batch)[0]["params"])
+
+    with pytest.raises(ValueError, match=r"grad= differs .*except the Sharded ones.* is_leaf=lambda x: isinstance"):
+        run(lambda grad: grad)
+    # As the message says it.
+    found = run(
+        lambda grad: jax.tree.map(
+            lambda x: x if isinstance(x, jd.Sharded) else jax.lax.pmean(x, "data"),
+            grad,
+            is_leaf=lambda x: isinstance(x, jd.Sharded),
+        )
+    )
+    for name, gradient in jax.grad(loss)(start, batch).items():
+        np.testing.assert_allclose(found[name], 2 * gradient, rtol=1e-5, atol=1e-6)

@@ -8,6 +8,7 @@ import optax
 
 from ..._core.types import PyTree
 from ...topology.base import Topology
+from ...transforms.extra_args import with_extra_args
 from .. import protocol
 from ..protocol import Compute, Message, Reaction, Reduce, Role, Rule, Site, StepRecord
 from ..values import numeric
@@ -54,6 +55,7 @@ def optimizer_on_values(
 
     `shared` is for replicated models, on which all workers take the same step: it is computed once.
     """
+    with_extra_args(optimizer)  # raises for what is no optimizer
     # A shared call is found by the identity of its arguments, which all workers have in common.
     step = functools.partial(step, optimizer)
     return numeric(optimizer.init, shared=shared), numeric(step, outputs=2, shared=shared)

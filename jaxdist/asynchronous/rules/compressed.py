@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._core.types import PyTree
 from ...compressors.codecs import decode_all, encode_all
-from ...compressors.compressor import Codec, Compressor
+from ...compressors.compressor import Codec, Compressor, check_compressor
 from ...compressors.scaled import contraction_form
 from ..protocol import REDUCED, Action, Actions, Message, Reaction, Reduce, Role, Rule, Send, Site
 from ..values import Encoded, Spec, force, mean_of, numeric, spec_of, zeros_for_sum
@@ -80,6 +80,8 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
     """
     if "gradient" in codes and rule.server is None:
         raise ValueError(f'{rule.name} has no server to send a gradient to: compress "reduced" or "params"')
+    for code in codes.values():
+        check_compressor(code)
     for kind in feedback:
         if kind not in codes:
             raise ValueError(f"feedback={tuple(feedback)} needs a compressor for {kind!r}; codes has {sorted(codes)}")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxdist as jd
+from jaxdist.asynchronous import rules
 
 CODE = jd.qsgd(4)
 SGD = optax.sgd(0.1)
@@ -52,6 +53,23 @@ REVERSED = {
     "scaled": lambda: jd.compressors.scaled(REDUCER),
     "chained, sparse": lambda: jd.compressors.chained(REDUCER, CODE),
     "chained, dense": lambda: jd.compressors.chained(jd.top_k(0.1), REDUCER),
+    "choco": lambda: jd.decentralized.choco(REDUCER, step_size=0.5),
+    "dcd_psgd": lambda: jd.decentralized.dcd_psgd(REDUCER),
+    "ecd_psgd": lambda: jd.decentralized.ecd_psgd(REDUCER),
+    "saps_psgd": lambda: jd.decentralized.saps_psgd(REDUCER),
+    "zero_redundancy, updates": lambda: jd.zero_redundancy(SGD, compressor=REDUCER),
+    "zero_redundancy, state": lambda: jd.zero_redundancy(SGD, state_compressor=REDUCER),
+    "gathered": lambda: jd.zero.gathered(lambda p: p, compressor=REDUCER),
+    "gathered_scan": lambda: jd.zero.gathered_scan(
+        lambda p, x: x, [jnp.ones(1)], 0.0, axis=None, compressor=REDUCER, prefetch=True
+    ),
+    "quantized_state": lambda: jd.transforms.quantized_state(SGD, REDUCER),
+    "rules.compressed": lambda: rules.compressed(rules.asgd(SGD), {"gradient": REDUCER}),
+}
+OPTIMIZERS = {
+    "asgd": lambda: rules.asgd(0.1),
+    "d_psgd": lambda: rules.d_psgd(jd.topology.ring, 0.1),
+    "any_batch_gossip": lambda: rules.any_batch_gossip(3.5, jd.topology.ring, 0.1),
 }
 HALVES = {
     "trim": lambda: jd.reducers.trimmed_mean(1.5),
@@ -70,7 +88,7 @@ def error_of(call):
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    groups = {"reducers": CALLS, "compressors": REVERSED, "halves": HALVES}
+    groups = {"reducers": CALLS, "compressors": REVERSED, "optimizers": OPTIMIZERS, "halves": HALVES}
     print(
         json.dumps({group: {name: error_of(call) for name, call in calls.items()} for group, calls in groups.items()})
     )

@@ -10,6 +10,7 @@ import optax
 
 from ...._core.checks import check_range
 from ...._core.types import Number, PyTree
+from ....transforms.extra_args import with_extra_args
 from ... import protocol
 from ...protocol import After, Cancel, Compute, GradientRecord, Message, Reaction, Role, Rule, Site, StepRecord
 from ...values import add, numeric, zeros_for_sum
@@ -85,6 +86,7 @@ def any_batch_gossip(
     check_range("window", window, 0, ends="()")
     if weights not in ("batch", "uniform"):
         raise ValueError(f'weights must be "batch" or "uniform", got {weights!r}')
+    with_extra_args(optimizer)  # raises for what is no optimizer
     adapt = numeric(partial(_adapt, optimizer, weights == "batch"), outputs=2)
     rule = _AnyBatchGossip(window, graph, numeric(optimizer.init), adapt, numeric(_average))
     role = Role(
