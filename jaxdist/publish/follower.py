@@ -13,6 +13,7 @@ from .._stores.base import SharedStore, place_of
 from .._stores.opening import open_store
 from .base import PublishDamagedError
 from .chain import Chain
+from .layout import join
 from .requests import Requests
 from .words import check_like, place
 
@@ -95,7 +96,7 @@ def _follow(
         if is_checked and _advance(chain, each):
             assert chain.words is not None
             assert chain.newest is not None
-            yield place(chain.words, chain.leaves, like), chain.newest.step
+            yield place(join(chain.words, chain.leaves, chain.layout), like), chain.newest.step
             # The caller's time does not count.
             seen = time.monotonic()
             continue
