@@ -1,4 +1,4 @@
-"""The processes of a job that publish together: process 0 asks, and each of them answers."""
+"""The processes of a job that publish or follow together: process 0 asks, and each of them answers."""
 
 import itertools
 import json
@@ -64,30 +64,32 @@ class Group:
             self._client.key_value_set(self._question(self._number), json.dumps(message))
         return self._number
 
-    def serve(self, answer: Callable[[Message], Message | None], is_closed: Callable[[], bool]) -> None:
-        """Answers what process 0 asks until it ends, or this one is closed.
+    def serve(
+        self, answer: Callable[[Message], Message | None], is_closed: Callable[[], bool] = lambda: False
+    ) -> Message | None:
+        """Answers the next question of process 0, and returns it; `None` once one of the two has ended.
 
         Raises:
           PublishError: what process 0 had, or `answer` raises here, which process 0 is told.
         """
+        self._number += 1
         try:
-            for number in itertools.count(1):
-                question = self._wait(number, is_closed)
-                if question is None or question.get("end"):
-                    return
-                _raise_error(question, 0)
-                found = answer(question)
-                if found is not None:
-                    self._answer(number, found)
-                self._number = number
+            question = self._wait(is_closed)
+            if question is None or question.get("end"):
+                return None
+            _raise_error(question, 0)
+            found = answer(question)
+            if found is not None:
+                self._answer(found)
+            return question
         except Exception as error:
             # Where the service is gone, the error may be that.
             with suppress(Exception):
-                self._answer(self._number + 1, _write_error(error))
+                self._answer(_write_error(error))
             raise
 
     def end(self) -> None:
-        """Ends `serve` in the other processes."""
+        """Tells the other processes that nothing comes any more."""
         self.tell({"end": True})
 
     def fail(self, error: Exception) -> None:
@@ -95,20 +97,21 @@ class Group:
         with suppress(Exception):
             self.tell(_write_error(error))
 
-    def _answer(self, number: int, message: Message) -> None:
-        self._client.key_value_set(f"{self._answers(number)}/{self.process}", json.dumps(message))
+    def _answer(self, message: Message) -> None:
+        self._client.key_value_set(f"{self._answers(self._number)}/{self.process}", json.dumps(message))
 
-    def _wait(self, number: int, is_closed: Callable[[], bool]) -> Message | None:
+    def _wait(self, is_closed: Callable[[], bool]) -> Message | None:
         """The next question, or `None` once this process is closed; process 0 is told if it asks then."""
+        name = self._question(self._number)
         while True:
             try:
-                return json.loads(self._client.blocking_key_value_get(self._question(number), int(1e3 * PATIENCE)))
+                return json.loads(self._client.blocking_key_value_get(name, int(1e3 * PATIENCE)))
             # jaxlib has its own type for it.
             except Exception as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             if is_closed():
-                self._answer(number, _write_error(PublishError("its publisher is closed")))
+                self._answer(_write_error(PublishError("its publisher is closed")))
                 return None
 
     def _collect(self, number: int) -> dict[int, Message]:
@@ -122,7 +125,7 @@ class Group:
                 return found
             if not is_told and time.monotonic() - began > LATE:
                 late = sorted({*range(1, self.size)} - found.keys())
-                logger.warning("waiting for processes %s: open, put, flush and close are called by all of a job", late)
+                logger.warning("waiting for processes %s: all processes of a job make the same calls", late)
                 is_told = True
             time.sleep(pause)
             pause = min(2 * pause, PAUSES[1])
@@ -141,6 +144,11 @@ def open_group() -> Group:
     )
 
 
+def alone() -> Group:
+    """A group of this process alone."""
+    return Group(None, "", 0, 1)
+
+
 def _write_error(error: Exception) -> Message:
     return {"error": str(error), "kind": type(error).__name__}
 
@@ -148,4 +156,4 @@ def _write_error(error: Exception) -> Message:
 def _raise_error(message: Message, process: int) -> None:
     if "error" in message:
         kind = getattr(base, message["kind"], PublishError)
-        raise kind(f"process {process} publishes no more: {message['error']}")
+        raise kind(f"process {process} has ended: {message['error']}")

@@ -241,7 +241,8 @@ class Publisher:
             if self._group.process == 0:
                 self._lead()
             else:
-                self._group.serve(self._answer, lambda: self._is_closing)
+                while self._group.serve(self._answer, lambda: self._is_closing) is not None:
+                    pass
         except BaseException as error:
             with self._changed:
                 self._error, self._is_busy = error, False

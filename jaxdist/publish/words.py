@@ -106,10 +106,8 @@ def place(values: Iterable[np.ndarray], like: PyTree) -> PyTree:
 
     `may_alias=False` copies no arrays of NumPy (https://github.com/jax-ml/jax/issues/37830).
     """
-    return jax.tree.unflatten(
-        jax.tree.structure(like),
-        [jax.device_put(x, getattr(wanted, "sharding", None)) for x, wanted in zip(values, arrays_of(like))],
-    )
+    wanted = [getattr(x, "sharding", None) for x in arrays_of(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), [_place_leaf(x, own) for x, own in zip(values, wanted)])
 
 
 def check_like(leaves: Sequence[PublishedLeaf], like: PyTree, place: str) -> None:
@@ -155,3 +153,10 @@ def _describe_leaf(name: str, x: Any, dtype: DTypeLike | None) -> PublishedLeaf:
     own = jnp.dtype(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
     narrow = dtype is not None and jnp.issubdtype(own, jnp.floating) and jnp.dtype(dtype).itemsize < own.itemsize
     return PublishedLeaf(name, tuple(np.shape(x)), str(jnp.dtype(dtype) if narrow else own))
+
+
+def _place_leaf(x: np.ndarray, sharding: Any) -> Any:
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    # `device_put` would compare the values of all processes, which have the same hash.
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

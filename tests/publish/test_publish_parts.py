@@ -2,8 +2,10 @@
 
 import json
 import logging
+import sys
 import threading
 from contextlib import suppress
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from island_stores import KilledError, killing, wrap, written_once
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from publishing_jobs import Job, share_devices
+from publishing_jobs import Coordination, Job, share_devices
 
 from jaxdist import islands, publish
-from jaxdist.publish import layout, protocol
+from jaxdist.publish import group, layout, protocol
 from jaxdist.publish.words import describe
 
 FAST = {"poll": 0.005, "timeout": 0.0}
@@ -396,7 +398,7 @@ def test_a_process_that_was_closed_early_is_named(two):
         job.processes[1].put(place(values), step=0)
         raise ZeroDivisionError
     job.processes[0].put(place(values), step=0)
-    with pytest.raises(publish.PublishError, match=r"process 1 publishes no more: .* closed"):
+    with pytest.raises(publish.PublishError, match=r"process 1 has ended: .* closed"):
         job.processes[0].flush()
 
 
@@ -417,6 +419,51 @@ def test_a_process_that_is_late_is_named(two, monkeypatch, caplog):
             assert job.processes[0]._error is None
     job.processes[1].put(place(values), step=0)
     job.call("close")
+
+
+def follow_in_threads(stores, like, **options):
+    """What each process of a job that follows sees."""
+    coordination, found = Coordination(), [[] for _ in stores]
+
+    def follow(number):
+        for params, step in iterators[number]:
+            found[number].append((step, bits_of(params)))
+
+    iterators = []
+    for number, store in enumerate(stores):
+        own = group.Group(coordination, "publish/0", number, len(stores))
+        with mock.patch.object(sys.modules["jaxdist.publish.follower"], "alone", lambda own=own: own):
+            iterators.append(publish.follow(store, like=like, **(FAST | options)))
+    threads = [threading.Thread(target=follow, args=(number,)) for number in range(len(stores))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("start", ["newest", "oldest"])
+def test_processes_that_follow_together_see_the_same_states(two, start):
+    store, states = islands.memory(), make_states(9)
+    publish_all(Job([store, store], anchor_every=3), states)
+    (gone, _) = store.list("patches/00000002")
+    # One of them does not get a patch, and goes on with the newest anchor: all do.
+    partly = wrap(store, lambda number, name, function, arguments: None if gone in arguments else function(*arguments))
+    wanted = [(step, bits_of(values)) for step, values in enumerate(states)]
+    found = follow_in_threads([store, partly, store], states[0], start=start)
+    assert found == [wanted[:1] + wanted[6:] if start == "oldest" else wanted[-1:]] * 3
+
+
+def test_an_error_of_one_that_follows_is_raised_in_all(two):
+    store, (values,) = islands.memory(), make_states(1)
+    publish_all(Job([store, store]), [values])
+    coordination = Coordination()
+    for other, like in ((0, {"w": jnp.zeros(3)}), (1, values)):
+        own = group.Group(coordination, "publish/0", other, 2)
+        with mock.patch.object(sys.modules["jaxdist.publish.follower"], "alone", lambda own=own: own):
+            following = publish.follow(store, like=like, **FAST)
+        with pytest.raises(publish.PublishMismatchError, match="holds other parameters"):
+            next(following)
 
 
 def test_the_records_of_one_process_do_not_speak_of_parts():

@@ -20,7 +20,8 @@ LEAF, SMALL = 2 * 16 * 24, 2 * 24
 def test_processes_publish_what_is_split_over_them(tmp_path, count):
     results = run_two_processes("publishing.py", tmp_path, "all", timeout=LIMIT, count=count)
     for place in ("host", "device"):
-        assert all(found[place]["seen"] == [[number, True] for number in range(4)] for found in results)
+        states = [[number, True] for number in range(4)]
+        assert all(found[place]["seen"] == found[place]["together"] == states for found in results)
         # Two anchors, of which each process has sent a share.
         shares = [2 * LEAF // count] * count
         shares[0] += SMALL

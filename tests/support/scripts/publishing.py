@@ -70,6 +70,22 @@ def follow(url, wanted):
     return found
 
 
+def follow_together(url, mesh, wanted):
+    """The same in all processes, whose devices share each leaf, in other ways than in the trainer."""
+    specs = {"rows": P(None, "data"), "columns": P("data"), "copies": P("data"), "own": P()}
+    like = {
+        name: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, specs[name]))
+        for name, x in wanted[0].items()
+    }
+    found = []
+    for params, step in jd.publish.follow(url, like=like, start="oldest", timeout=0):
+        shards = [(shard, name) for name, x in params.items() for shard in x.addressable_shards]
+        values = {name: x.astype(jnp.bfloat16) for name, x in wanted[step].items()}
+        same = [bool((np.asarray(shard.data) == values[name][shard.index]).all()) for shard, name in shards]
+        found.append([step, all(same) and all(params[name].sharding == like[name].sharding for name in like)])
+    return found
+
+
 def main():
     folder, what, *numbers = sys.argv[1:]
     jd.runtime.use_cpu_devices(2)
@@ -81,7 +97,7 @@ def main():
         # After a kill the last state alone is put.
         end_at = int(numbers[1]) if what == "kill" and int(numbers[0]) == process else None
         wanted, sent = publish(url, mesh, place, STATES - 1 if what == "last" else 0, end_at)
-        found[place] = {"seen": follow(url, wanted), "sent": sent}
+        found[place] = {"seen": follow(url, wanted), "together": follow_together(url, mesh, wanted), "sent": sent}
     print("RESULT", json.dumps(found), flush=True)
 
 
