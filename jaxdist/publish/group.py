@@ -39,7 +39,7 @@ class Group:
         self._client, self._name = client, f"jaxdist/{name}"
         self._number, self._oldest = 0, 1
 
-    def ask(self, question: Message, answer: Callable[[Message], Message]) -> list[Message]:
+    def ask(self, question: Message, answer: Callable[[Message], Message | None]) -> list[Message]:
         """Asks all processes, of which this one answers by a call; returns the answers in their order.
 
         Raises:
@@ -47,6 +47,7 @@ class Group:
         """
         number = self.tell(question)
         own = answer(question)
+        assert own is not None
         if self.size == 1:
             return [own]
         found = {0: own} | self._collect(number)

@@ -18,12 +18,12 @@ state with the same layout; a job begins with an anchor of each part.
 
 Each process drops states by itself while it is busy, so process 0 chooses what is sent, over JAX's coordination service
 (`group`). It asks all others whether they hold its newest state. One that has not put it yet keeps it when it comes,
-and answers then; one that has dropped it says how far it is. Then process 0 asks for a state after the newest that any
-has put, each time twice as far ahead, until all hold one. While a process flushes, no later one can come, and the state
-that it flushes is asked for. Then all encode the state, send it when process 0 has seen that no newer job publishes,
-and answer with names and hashes; process 0 creates the record and tells the others. No collective is run, a put waits
-for no process, and a process that is slow or gone holds up what is published and nothing else. The error of one process
-ends the publisher of each.
+and answers then; one that has dropped it says how far it is. Then process 0 asks for the newest that any has put, and
+where that is dropped, too, for one after it, each time twice as far ahead, until all hold one. Where puts end, as while
+a process flushes, that is the last one. Then all encode the state, send it when process 0 has seen that no newer job
+publishes, and answer with names and hashes; process 0 creates the record and tells the others. No collective is run, a
+put waits for no process, and a process that is slow or gone holds up what is published and nothing else. The error of
+one process ends the publisher of each.
 """
 
 import json

@@ -27,6 +27,9 @@ from .requests import Requests, logger
 from .states import DeviceState, HostState, State
 from .words import PublishedLeaf, arrays_of, check_equal, describe, digest_of
 
+# Seconds for which process 0 waits for a state that another process has not put yet; then it asks how far that is.
+ASK_AGAIN = 5.0
+
 
 def open(
     url: "str | os.PathLike[str] | SharedStore",
@@ -262,11 +265,14 @@ class Publisher:
         return None
 
     def _hold(self, number: int) -> Message:
-        """Waits until a state is here, unless it never will be: it was dropped, or an earlier one is flushed."""
+        """Waits until a state is here, but not for long, and not where it never will be.
+
+        That is where it was dropped, or where an earlier one is flushed.
+        """
         with self._changed:
             self._chosen = number
             self._changed.wait_for(
-                lambda: self._is_closing or self._puts >= number or (self._is_flushing and self._waiting)
+                lambda: self._is_closing or self._puts >= number or (self._is_flushing and self._waiting), ASK_AGAIN
             )
             if self._is_closing:
                 raise PublishError(f"the publisher of {self._place} was closed before its states were sent")
@@ -334,7 +340,7 @@ class Publisher:
 
     def _choose(self, number: int) -> tuple[int, int]:
         """Finds a state that all processes hold, this one or a later: its number, and its step."""
-        ahead = 1
+        ahead = 0
         while True:
             answers = self._group.ask({"hold": number}, self._answer)
             held = [answer["holds"] for answer in answers]
@@ -347,9 +353,11 @@ class Publisher:
                     f"a process flushes after {min(flushed)} puts, and another one has put {newest} states: put in all "
                     "processes of the job equally often, and flush and close in all of them"
                 )
-            # Nobody puts more while one flushes; otherwise far enough ahead that all hear of it in time.
-            number = newest if flushed else newest + ahead
-            ahead *= 2
+            # First the newest, after which none may come for long; where that is dropped, too, so far ahead that all
+            # hear of it in time. No process puts more while one flushes.
+            is_dropped = any(answer["holds"] is None and answer["newest"] >= number for answer in answers)
+            number = newest if flushed or not is_dropped else newest + ahead
+            ahead = max(1, 2 * ahead) if is_dropped else 0
         for process, found in enumerate(held):
             if found != held[0]:
                 raise PublishError(

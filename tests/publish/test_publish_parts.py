@@ -243,6 +243,20 @@ def test_a_put_waits_for_no_other_process(two):
     assert read_all(store)[-1] == (4, bits_of(states[4]))
 
 
+def test_a_state_after_which_none_comes_is_sent_without_a_flush(two, monkeypatch):
+    monkeypatch.setattr(sys.modules["jaxdist.publish.publisher"], "ASK_AGAIN", 0.01)
+    store, states = islands.memory(), make_states(5)
+    job = Job([store, store])
+    # The first one is dropped in one process before it is in the other.
+    for process in job.processes[::-1]:
+        for step, values in enumerate(states):
+            process.put(place(values), step=step)
+    for process in job.processes:
+        with process._changed:
+            assert process._changed.wait_for(lambda own=process: own.newest and own.newest.step == 4, 60)
+    job.call("close")
+
+
 def test_jobs_of_other_sizes_and_meshes_go_on(monkeypatch):
     """Of 2, 1, 4 and 4 processes; the last one changes its shardings. Each begins with an anchor of every part."""
     store, states, first = written_once(), make_states(8), 0
