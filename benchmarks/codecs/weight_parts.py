@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--states", type=int, default=4)
     parser.add_argument("--step", type=float, default=1e-6)
     parser.add_argument("--compare-on", choices=("host", "device"), default="host")
-    parser.add_argument("--checkout", type=Path, default=ROOT.parent, help="the library that the processes import")
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="the library that the processes import")
     parser.add_argument("--url", help="what the launcher gives its processes")
     parser.add_argument("--out", type=Path)
 
@@ -51,7 +51,7 @@ def main(given: argparse.Namespace) -> None:
             "--logs",
             f"{folder}/logs",
         ]
-        command += [str(Path(__file__).parent), "weight_parts", f"--url={folder}/policy", *arguments]
+        command += [str(Path(__file__).with_name("__main__.py")), "weight_parts", f"--url={folder}/policy", *arguments]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(given.checkout.resolve())}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         texts = [Path(f"{folder}/logs/{number}.log").read_text() for number in range(given.processes)]
