@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "transports": "processor time of each code in each transport beside that of its parts, held to a bound",
     "coding": "what each code adds to a step of the classifier, without a link",
     "weights": "bytes of patches of published weights beside a whole copy and beside zstd; needs zstandard",
+    "weight_parts": "bytes, memory and seconds of processes that publish weights that are split over them",
     "visible": "how many entries of a DiLoCo drift bfloat16 sees",
     "break_even": "the bandwidth below which each code beats a plain all-reduce",
 }

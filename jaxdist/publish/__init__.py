@@ -11,6 +11,7 @@ from .base import PublishOfflineError as PublishOfflineError
 from .base import SecondPublisherError as SecondPublisherError
 from .follower import follow as follow
 from .protocol import Publication as Publication
+from .protocol import PublicationPart as PublicationPart
 from .publisher import Publisher as Publisher
 from .publisher import open as open
 from .survey import PublishStatus as PublishStatus

@@ -7,8 +7,9 @@ import numpy as np
 from .._stores.base import begin_hash, hash_of
 from . import protocol
 from .base import PublishDamagedError, PublishMismatchError
+from .layout import ShardLayout, lay_out_whole, read_layout
 from .patches import apply_patch
-from .protocol import Publication, number_in
+from .protocol import Publication, PublicationPart, number_in
 from .requests import Requests, logger
 from .words import PublishedLeaf, digest_of
 
@@ -21,7 +22,8 @@ class Chain:
 
     Attributes:
       leaves: what is published; empty before that is known.
-      words: the bits of the state; `None` while there is none that is whole.
+      words: the bits of the state, of each part; `None` while there is none that is whole.
+      layout: which part has what; undefined without words.
       newest: the publication that the words are of, or were of when they were lost.
       hash: that of its record.
       anchored: the number of the last anchor.
@@ -31,12 +33,13 @@ class Chain:
     def __init__(self, requests: Requests, place: str):
         self._requests, self._place, self._identity = requests, place, ""
         self.leaves: list[PublishedLeaf] = []
-        self.words: list[np.ndarray] | None = None
+        self.words: list[list[np.ndarray]] | None = None
+        self.layout = ShardLayout("", ())
         self.newest: Publication | None = None
         self.hash, self.anchored = "", 0
         self.problem: str | None = None
         self.problem_at = 0.0
-        self._damaged: set[str] = set()
+        self._damaged: set[int] = set()
         self._misses = 0
 
     @property
@@ -90,75 +93,111 @@ class Chain:
         return body
 
     def _apply(self, publication: Publication) -> None:
+        """Moves the words on; they are undefined after an error."""
         assert self.words is not None
-        problem = ""
-        if publication.patch:
-            try:
-                apply_patch(self._read_body(publication.patch), self.words, self.leaves)
-                self._check_state(publication.patch, publication, digest_of(self.words))
-                return
-            # A whole patch that cannot be read is one of another state.
-            except (PublishDamagedError, ValueError, IndexError, OverflowError) as error:
-                problem = str(error)
-        if not publication.anchor:
-            raise PublishDamagedError(problem or f"{protocol.commit_name(publication.number)} names no bytes")
-        if problem:
-            logger.warning("reading the anchor instead of a damaged patch: %s", problem)
-        self.words = self._read_anchor(publication)
+        is_same = publication.layout == self.layout.name
+        layout = self.layout if is_same else self._read_layout(publication)
+        parts = self._parts_of(publication, layout)
+        has_patch = [is_same and part.patch != "" for part in parts]
+        bodies = self._requests.get_several(
+            [(part.patch, part.patch_bytes) for part, has in zip(parts, has_patch, strict=True) if has]
+        )
+        words = []
+        for number, (part, has) in enumerate(zip(parts, has_patch, strict=True)):
+            leaves = layout.leaves_of(number, self.leaves)
+            problem = self._apply_patch(part, next(bodies), self.words[number], leaves) if has else ""
+            if has and not problem:
+                words.append(self.words[number])
+                continue
+            if not part.anchor:
+                raise PublishDamagedError(problem or f"{protocol.commit_name(publication.number)} names no bytes")
+            if problem:
+                logger.warning("reading the anchor instead of a damaged patch: %s", problem)
+            words.append(self._read_anchor(part, leaves))
+        self.words, self.layout = words, layout
+
+    def _apply_patch(
+        self, part: PublicationPart, body: bytes | None, words: list[np.ndarray], leaves: list[PublishedLeaf]
+    ) -> str:
+        """Changes the words of a part; returns what is wrong with the patch, if anything is."""
+        name = part.patch
+        try:
+            if body is None:
+                raise PublishDamagedError(f"{name} is missing")
+            self._check_body(name, len(body), hash_of(body))
+            apply_patch(body, words, leaves)
+            self._check_state(name, part, digest_of(words))
+        # A whole patch that cannot be read is one of another state.
+        except (PublishDamagedError, ValueError, IndexError, OverflowError) as error:
+            return str(error)
+        return ""
+
+    def _read_layout(self, publication: Publication) -> ShardLayout:
+        if not publication.layout:
+            return lay_out_whole(self.leaves)
+        body = self._requests.get(publication.layout)
+        if body is None:
+            raise PublishDamagedError(f"{publication.layout} is missing")
+        return read_layout(publication.layout, body, self.leaves)
+
+    def _parts_of(self, publication: Publication, layout: ShardLayout) -> tuple[PublicationPart, ...]:
+        parts = protocol.parts_of(publication)
+        if len(parts) != len(layout.parts):
+            raise PublishDamagedError(f"{protocol.commit_name(publication.number)} has not the parts of its layout")
+        return parts
 
     def _read_newest_anchor(self, from_oldest: bool) -> bool:
-        names = [name for name in self._requests.list("anchors/") if number_in(name) > self.number]
-        for name in names if from_oldest else names[::-1]:
-            if name in self._damaged:
+        names = set(self._requests.list("anchors/"))
+        numbers = sorted({number_in(name) for name in names} - self._damaged, reverse=not from_oldest)
+        for number in numbers:
+            if number <= self.number:
                 continue
-            commit = protocol.commit_name(number_in(name))
+            commit = protocol.commit_name(number)
             body = self._requests.get(commit)
             try:
                 # Bytes that no record names were never published.
                 publication = None if body is None else protocol.read_publication(commit, body)
-                if publication is None or body is None or publication.anchor != name:
+                if publication is None or body is None or names.isdisjoint(protocol.anchors_of(publication)):
                     continue
-                self.words = self._read_anchor(publication)
+                layout = self._read_layout(publication)
+                self.words = [
+                    self._read_anchor(part, layout.leaves_of(which, self.leaves))
+                    for which, part in enumerate(self._parts_of(publication, layout))
+                ]
+                self.layout = layout
             except PublishDamagedError as error:
-                self._damaged.add(name)
+                self._damaged.add(number)
                 self._lose(str(error))
                 continue
             self._arrive(publication, body)
             return True
         return False
 
-    def _read_anchor(self, publication: Publication) -> list[np.ndarray]:
+    def _read_anchor(self, part: PublicationPart, leaves: list[PublishedLeaf]) -> list[np.ndarray]:
         """Reads an anchor piece by piece, and hashes one while the next ones arrive."""
-        name, whole, state = publication.anchor, begin_hash(), begin_hash()
+        name, whole, state = part.anchor, begin_hash(), begin_hash()
         body = bytearray()
-        for piece in self._requests.get_pieces(name, publication.anchor_bytes):
+        for piece in self._requests.get_pieces(name, part.anchor_bytes):
             if piece is None:
                 raise PublishDamagedError(f"{name} is missing")
             whole.update(piece)
             state.update(memoryview(piece)[max(len(protocol.ANCHOR_MAGIC) - len(body), 0) :])
             body += piece
         self._check_body(name, len(body), whole.hexdigest())
-        self._check_state(name, publication, state.hexdigest())
-        return protocol.read_anchor(name, body, self.leaves)
-
-    def _read_body(self, name: str) -> bytes:
-        body = self._requests.get(name)
-        if body is None:
-            raise PublishDamagedError(f"{name} is missing")
-        self._check_body(name, len(body), hash_of(body))
-        return body
+        self._check_state(name, part, state.hexdigest())
+        return protocol.read_anchor(name, body, leaves)
 
     def _check_body(self, name: str, size: int, found: str) -> None:
         if found != protocol.hash_in(name):
             raise PublishDamagedError(f"{name} has other bytes than its hash says: {size} were cut or altered")
 
-    def _check_state(self, name: str, publication: Publication, found: str) -> None:
-        if found != publication.digest:
-            raise PublishDamagedError(f"{name} leads to another state ({found}) than its record ({publication.digest})")
+    def _check_state(self, name: str, part: PublicationPart, found: str) -> None:
+        if found != part.digest:
+            raise PublishDamagedError(f"{name} leads to another state ({found}) than its record ({part.digest})")
 
     def _arrive(self, publication: Publication, body: bytes) -> None:
         self.newest, self.hash, self.problem = publication, hash_of(body), None
-        if publication.anchor:
+        if protocol.anchors_of(publication):
             self.anchored = publication.number
 
     def _lose(self, problem: str) -> None:

@@ -30,14 +30,16 @@ def forget(requests: Requests, keep: int, older: float = 0.0) -> int:
 
 def _first_kept(requests: Requests, number: int) -> int:
     """The number of the last anchor up to a state that a record names; 0 if there is none."""
-    for name in requests.list("anchors/")[::-1]:
-        if number_in(name) > number:
+    names = set(requests.list("anchors/"))
+    for found in sorted({number_in(name) for name in names}, reverse=True):
+        if found > number:
             continue
-        commit = protocol.commit_name(number_in(name))
+        commit = protocol.commit_name(found)
         body = requests.get(commit)
         with suppress(PublishDamagedError):
-            if body is not None and protocol.read_publication(commit, body).anchor == name:
-                return number_in(name)
+            anchors = [] if body is None else protocol.anchors_of(protocol.read_publication(commit, body))
+            if anchors and names.issuperset(anchors):
+                return found
     return 0
 
 

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -13,6 +13,8 @@ from .._stores.base import SharedStore, place_of
 from .._stores.opening import open_store
 from .base import PublishDamagedError
 from .chain import Chain
+from .group import Group, Message, alone, open_group
+from .layout import join
 from .requests import Requests
 from .words import check_like, place
 
@@ -38,6 +40,9 @@ def follow(
     *On the wire*: reads alone; besides the bytes of patches two requests a state, and one each time it looks in vain.
     A long anchor is hashed while it arrives.
 
+    *Several processes*: where a leaf of `like` is split over them, all processes of the job call this, and each `next`
+    yields the same state in all. Each reads all parts. `timeout` is that of process 0.
+
     *Memory*: one copy of the published bytes on the host, and what is yielded, which is the caller's.
 
     Args:
@@ -54,7 +59,7 @@ def follow(
       PublishMismatchError: what is published has other names or shapes, or another format, or was replaced.
       PublishDamagedError: a state is missing or damaged, and no anchor came after it within `patience`.
       PublishOfflineError: the store refuses requests, or was out of reach for `patience` seconds.
-      ValueError: an argument is out of range, or a leaf of `like` is split over several processes.
+      ValueError: an argument is out of range.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -72,49 +77,104 @@ def follow(
     check_range("patience", patience, 0)
     if timeout is not None:
         check_range("timeout", timeout, 0)
-    for leaf in jax.tree.leaves(like):
-        sharding = getattr(leaf, "sharding", None)
-        if sharding is not None and not sharding.is_fully_addressable:
-            raise ValueError(
-                f"a leaf of like is split over several processes, as {sharding}, which may see different states; "
-                "follow in each process with a mesh of its own devices"
-            )
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like)]
+    is_split = any(sharding is not None and not sharding.is_fully_addressable for sharding in shardings)
     name = place_of(url)
     chain = Chain(Requests(open_store(url), patience), name)
-    return _follow(chain, name, like, start == "oldest", float(poll), timeout, float(patience))
+    group = open_group() if is_split else alone()
+    following = _Following(chain, group, name, like, start == "oldest", float(poll), float(patience))
+    return following.lead(timeout) if group.process == 0 else following.serve()
 
 
-def _follow(
-    chain: Chain, name: str, like: PyTree, each: bool, poll: float, timeout: Number | None, patience: float
-) -> Iterator[tuple[PyTree, int]]:
-    seen, is_checked = time.monotonic(), False
-    while True:
-        if chain.open() and not is_checked:
-            check_like(chain.leaves, like, name)
-            is_checked = True
-        if is_checked and _advance(chain, each):
-            assert chain.words is not None
-            assert chain.newest is not None
-            yield place(chain.words, chain.leaves, like), chain.newest.step
-            # The caller's time does not count.
-            seen = time.monotonic()
-            continue
-        now = time.monotonic()
-        if chain.problem is not None and now - chain.problem_at >= patience:
+class _Following(NamedTuple):
+    """A follower, or one process of a job that follows, all of which see the same states."""
+
+    chain: Chain
+    group: Group
+    place: str
+    like: PyTree
+    each: bool
+    poll: float
+    patience: float
+
+    def lead(self, timeout: Number | None) -> Iterator[tuple[PyTree, int]]:
+        """Yields states in process 0, which chooses them."""
+        try:
+            yield from self._lead(timeout)
+        except Exception as error:
+            self.group.fail(error)
+            raise
+        self.group.end()
+
+    def serve(self) -> Iterator[tuple[PyTree, int]]:
+        """Yields the same states in another process."""
+        while (question := self.group.serve(self._reach)) is not None:
+            if "show" in question:
+                yield self._show()
+
+    def _lead(self, timeout: Number | None) -> Iterator[tuple[PyTree, int]]:
+        seen, is_checked = time.monotonic(), False
+        while True:
+            if self.chain.open() and not is_checked:
+                check_like(self.chain.leaves, self.like, self.place)
+                is_checked = True
+            if is_checked and self._advance():
+                self._meet()
+                yield self._show()
+                # The caller's time does not count.
+                seen = time.monotonic()
+                continue
+            self._check_patience()
+            now = time.monotonic()
+            if timeout is not None and now - seen >= timeout:
+                return
+            time.sleep(self.poll if timeout is None else min(self.poll, max(seen + timeout - now, 0)))
+
+    def _show(self) -> tuple[PyTree, int]:
+        chain = self.chain
+        assert chain.words is not None
+        assert chain.newest is not None
+        return place(join(chain.words, chain.leaves, chain.layout), self.like), chain.newest.step
+
+    def _advance(self) -> bool:
+        """Moves on by one state, or to the newest one; returns whether there is a new state that is whole."""
+        if self.each:
+            return self._move()
+        moved = 0
+        while moved < MOST_OVERTAKEN and self.chain.advance():
+            moved += 1
+        return moved > 0 and self.chain.words is not None
+
+    def _move(self) -> bool:
+        return self.chain.advance(from_oldest=self.each and self.chain.number == 0)
+
+    def _meet(self) -> None:
+        """Moves all processes on to one state: one that has gone on with a later anchor cannot go back."""
+        number = 0
+        while self.group.size > 1 and number != self.chain.number:
+            number = self.chain.number
+            found = [answer["number"] for answer in self.group.ask({"reach": number}, self._reach)]
+            if max(found) > number:
+                self._reach({"reach": max(found)})
+        self.group.tell({"show": True})
+
+    def _reach(self, question: Message) -> Message | None:
+        """Moves on to a state that another process has, or to the next one that can be read here."""
+        if "show" in question:
+            return None
+        while not self.chain.open():
+            time.sleep(self.poll)
+        check_like(self.chain.leaves, self.like, self.place)
+        while self.chain.words is None or self.chain.number < question["reach"]:
+            if not self._move():
+                self._check_patience()
+                time.sleep(self.poll)
+        return {"number": self.chain.number}
+
+    def _check_patience(self) -> None:
+        chain = self.chain
+        if chain.problem is not None and time.monotonic() - chain.problem_at >= self.patience:
             raise PublishDamagedError(
-                f"no sound anchor in {name} for {patience:.0f} s: {chain.problem}; let the trainer publish on, or "
-                "publish to an empty place"
+                f"no sound anchor in {self.place} for {self.patience:.0f} s: {chain.problem}; let the trainer publish "
+                "on, or publish to an empty place"
             )
-        if timeout is not None and now - seen >= timeout:
-            return
-        time.sleep(poll if timeout is None else min(poll, max(seen + timeout - now, 0)))
-
-
-def _advance(chain: Chain, each: bool) -> bool:
-    """Moves on by one state, or to the newest one; returns whether there is a new state that is whole."""
-    if each:
-        return chain.advance(from_oldest=chain.number == 0)
-    moved = 0
-    while moved < MOST_OVERTAKEN and chain.advance():
-        moved += 1
-    return moved > 0 and chain.words is not None

@@ -1,14 +1,29 @@
 """The names and records of published weights. All of it is pure: it needs no store and no devices.
 
 publish.json                 the format, a random number, and the names, shapes and dtypes of the leaves
-publishers/00000003          the third process that published here; only the last one may
+publishers/00000003          the third job that published here; only the last one may
 commits/00000042             the record of the 42nd state, created once: its step, and the names of its bytes
-patches/00000042-HASH        what turns the 41st state into the 42nd, under its own hash
-anchors/00000042-HASH        all bits of the 42nd state
+patches/00000042-HASH        what turns a part of the 41st state into that of the 42nd, under its own hash
+anchors/00000042-HASH        all bits of a part of the 42nd state
+layouts/HASH                 which boxes of which leaves each part has, where there are several
 
 A state is there once its record is. A record has the hash of the record before it and the hash of all bits of its
 state. It names a patch, an anchor or both: each `anchor_every`-th has both, so that a follower of the chain
 never reads an anchor, and one that comes later begins with it.
+
+A job of several processes publishes parts: each process those shards that it alone has, and a share of those that
+several have. Its record names the layout, and of each part the patch, the anchor and the hash of its bits. Process 0
+creates it when all parts are in the store, so that a follower sees all of a state or nothing of it. A patch is one of a
+state with the same layout; a job begins with an anchor of each part.
+
+Each process drops states by itself while it is busy, so process 0 chooses what is sent, over JAX's coordination service
+(`group`). It asks all others whether they hold its newest state. One that has not put it yet keeps it when it comes,
+and answers then; one that has dropped it says how far it is. Then process 0 asks for the newest that any has put, and
+where that is dropped, too, for one after it, each time twice as far ahead, until all hold one. Where puts end, as while
+a process flushes, that is the last one. Then all encode the state, send it when process 0 has seen that no newer job
+publishes, and answer with names and hashes; process 0 creates the record and tells the others. No collective is run, a
+put waits for no process, and a process that is slow or gone holds up what is published and nothing else. The error of
+one process ends the publisher of each.
 """
 
 import json
@@ -22,10 +37,29 @@ from .._stores.base import hash_of
 from .base import PublishDamagedError, PublishMismatchError
 from .words import PublishedLeaf
 
-FORMAT = 2
+# Of a place that a job of one process began, and of several. Both kinds may go on with either.
+FORMAT, FORMAT_OF_PARTS = 2, 3
 DESCRIPTION = "publish.json"
 ANCHOR_MAGIC = b"jdanchor"
-_NAME = re.compile(r"(commits|publishers)/[0-9]+|(patches|anchors)/[0-9]+-[0-9a-f]{32}")
+_NAME = re.compile(r"(commits|publishers)/[0-9]+|(patches|anchors)/[0-9]+-[0-9a-f]{32}|layouts/[0-9a-f]{32}")
+
+
+class PublicationPart(NamedTuple):
+    """What one process has published of a state.
+
+    Attributes:
+      digest: the hash of all bits of the part.
+      patch: the name of its patch, or empty.
+      patch_bytes: the size of that.
+      anchor: the name of its anchor, or empty.
+      anchor_bytes: the size of that.
+    """
+
+    digest: str
+    patch: str
+    patch_bytes: int
+    anchor: str
+    anchor_bytes: int
 
 
 class Publication(NamedTuple):
@@ -37,11 +71,13 @@ class Publication(NamedTuple):
       session: of the publisher, which counts the processes that published here.
       time: seconds since 1970, by the clock of the publisher.
       previous: the hash of the record before this one; empty for the first, or where that is gone.
-      digest: the hash of all bits of the state.
-      patch: the name of its patch, or empty.
-      patch_bytes: the size of that.
-      anchor: the name of its anchor, or empty.
-      anchor_bytes: the size of that.
+      digest: the hash of all bits of the state; empty where each part has its own.
+      patch: the name of its patch; empty if it has none, or one for each part.
+      patch_bytes: the size of its patches.
+      anchor: the name of its anchor; empty if it has none, or one for each part.
+      anchor_bytes: the size of its anchors.
+      layout: the name of what says which part has what; empty where one process has published all.
+      parts: what each process has published; empty where one has published all.
     """
 
     number: int
@@ -54,6 +90,37 @@ class Publication(NamedTuple):
     patch_bytes: int
     anchor: str
     anchor_bytes: int
+    layout: str = ""
+    parts: tuple[PublicationPart, ...] = ()
+
+
+def publication_of(
+    parts: Sequence[PublicationPart], layout: str, *, number: int, step: int, session: int, time: float, previous: str
+) -> Publication:
+    """The record of parts, or of a whole, which has no layout."""
+    some = tuple(parts) if layout else ()
+    whole = parts[0]
+    if layout:
+        sizes = [sum(part.patch_bytes for part in parts), sum(part.anchor_bytes for part in parts)]
+        whole = PublicationPart("", "", sizes[0], "", sizes[1])
+    return Publication(number, step, session, time, previous, *whole, layout, some)
+
+
+def parts_of(publication: Publication) -> tuple[PublicationPart, ...]:
+    """The parts of a state, one where it has no layout."""
+    return publication.parts or (PublicationPart(*publication[5:10]),)
+
+
+def anchors_of(publication: Publication) -> list[str]:
+    """The anchors of a state with which a newcomer can begin; empty if one of its parts has none."""
+    names = [part.anchor for part in parts_of(publication)]
+    return names if all(names) else []
+
+
+def bodies_of(publication: Publication) -> list[str]:
+    """The names that a record has: its layout, and the bytes of its state."""
+    names = [publication.layout, *(name for part in parts_of(publication) for name in (part.patch, part.anchor))]
+    return [name for name in names if name]
 
 
 def commit_name(number: int) -> str:
@@ -87,26 +154,37 @@ def hash_in(name: str) -> str:
 
 
 def write_publication(publication: Publication) -> bytes:
-    """A record as JSON."""
-    return json.dumps(publication._asdict(), sort_keys=True, separators=(",", ":")).encode()
+    """A record as JSON; that of a whole does not speak of parts."""
+    fields = {key: value for key, value in publication._asdict().items() if key in _WHOLE or publication.layout}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
 def read_publication(name: str, body: bytes) -> Publication:
     """A record from its JSON. Raises `PublishDamagedError` for anything else."""
     try:
         fields = json.loads(body)
-        kinds = Publication.__annotations__
-        found = Publication(**{key: kinds[key](value) for key, value in fields.items()})
-        if found.number != number_in(name) or any(fields[key] != getattr(found, key) for key in kinds):
+        found = Publication(**{key: _KINDS[key](value) for key, value in fields.items()})
+        if found.number != number_in(name) or json.loads(write_publication(found)) != fields:
             raise ValueError(f"it is {fields}")
         return found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise PublishDamagedError(f"{name} is no record of a state: {type(error).__name__}: {error}") from error
 
 
-def write_description(identity: str, leaves: Sequence[PublishedLeaf]) -> bytes:
+def read_part(fields: Sequence[Any]) -> PublicationPart:
+    """A part from the JSON of a record or an answer. Raises `ValueError` and `TypeError` for anything else."""
+    digest, patch, patch_bytes, anchor, anchor_bytes = fields
+    return PublicationPart(str(digest), str(patch), int(patch_bytes), str(anchor), int(anchor_bytes))
+
+
+_WHOLE = Publication._fields[:-2]
+_KINDS: dict[str, Any] = Publication.__annotations__ | {"parts": lambda some: tuple(map(read_part, some))}
+
+
+def write_description(identity: str, leaves: Sequence[PublishedLeaf], has_parts: bool) -> bytes:
     """What is published, as JSON."""
-    return json.dumps({"format": FORMAT, "id": identity, "leaves": leaves}, separators=(",", ":")).encode()
+    number = FORMAT_OF_PARTS if has_parts else FORMAT
+    return json.dumps({"format": number, "id": identity, "leaves": leaves}, separators=(",", ":")).encode()
 
 
 def read_description(body: bytes, place: str) -> tuple[str, list[PublishedLeaf]]:
@@ -126,9 +204,11 @@ def read_description(body: bytes, place: str) -> tuple[str, list[PublishedLeaf]]
     except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
         problem = f"{DESCRIPTION} in {place} is damaged ({type(error).__name__}: {error}); restore it from a copy, or "
         raise PublishDamagedError(f"{problem}publish to an empty place") from error
-    if number != FORMAT:
-        problem = f"{place} has format {number}, this version of jaxdist has {FORMAT}; use the one that publishes there"
-        raise PublishMismatchError(problem)
+    if number not in (FORMAT, FORMAT_OF_PARTS):
+        raise PublishMismatchError(
+            f"{place} has format {number}, this version of jaxdist has {FORMAT} and {FORMAT_OF_PARTS}; use the one "
+            "that publishes there, or publish to an empty place"
+        )
     return identity, leaves
 
 

@@ -5,9 +5,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -20,11 +19,16 @@ from . import protocol
 from .base import PublishDamagedError, PublishError, PublishOfflineError, SecondPublisherError
 from .chain import Chain
 from .cleaning import forget
+from .group import Group, Message, open_group
+from .layout import ShardLayout, cut, lay_out, write_layout
 from .patches import encode_patch
-from .protocol import Publication
+from .protocol import Publication, PublicationPart
 from .requests import Requests, logger
 from .states import DeviceState, HostState, State
-from .words import PublishedLeaf, check_equal, describe, digest_of, gather
+from .words import PublishedLeaf, arrays_of, check_equal, describe, digest_of
+
+# Seconds for which process 0 waits for a state that another process has not put yet; then it asks how far that is.
+ASK_AGAIN = 5.0
 
 
 def open(
@@ -46,6 +50,9 @@ def open(
 
     *One publisher.* The last one that was opened may publish, and goes on with the chain that it finds. Every earlier
     one gets `SecondPublisherError`.
+
+    *Several processes* of a job all open, put, flush and close. Each publishes its shards, and process 0 the record of
+    a state when all are there; it begins with an anchor.
 
     Args:
       url: a folder, `s3://...`, `gs://...`, `az://...`, or a store of `jaxdist.islands`. It must be empty, or hold
@@ -86,7 +93,16 @@ def open(
     if compare_on not in ("host", "device"):
         raise ValueError(f'compare_on must be "host" or "device", got {compare_on!r}')
     take = HostState if compare_on == "host" else DeviceState
-    return Publisher(Requests(open_store(url), patience), place_of(url), dtype, take, anchor_every, keep)
+    return Publisher(Requests(open_store(url), patience), place_of(url), dtype, take, anchor_every, keep, open_group())
+
+
+class _Put(NamedTuple):
+    """A state that waits: how many were put before it and with it, the step of the caller, and the part here."""
+
+    number: int
+    step: int
+    layout: ShardLayout
+    state: State
 
 
 class Publisher:
@@ -105,41 +121,46 @@ class Publisher:
         take: Callable[[list[Any], list[PublishedLeaf]], State],
         anchor_every: int,
         keep: int,
+        group: Group,
     ):
         self.newest: Publication | None = None
         self.skipped = 0
         self._requests, self._place, self._dtype, self._take = requests, place, dtype, take
-        self._anchor_every, self._keep = anchor_every, keep
-        # Where a job has several processes, all call `put`, and one publishes.
-        self._is_first = jax.process_index() == 0
+        self._anchor_every, self._keep, self._group = anchor_every, keep, group
         self._changed = threading.Condition()
-        self._pending: tuple[State, int] | None = None
-        self._is_closing = self._is_busy = False
+        # How many states were put, those of them that wait, and the number of the one that was asked for.
+        self._puts, self._chosen = 0, 0
+        self._waiting: list[_Put] = []
+        self._is_closing = self._is_busy = self._is_flushing = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._leaves: list[PublishedLeaf] | None = None
-        # What the thread has published last: its words, if they are known, and the copy that they are from, its number,
-        # the hash of its record, and the last anchor.
+        self._shardings: list[Any] = []
+        self._layout = ShardLayout("", ())
+        # What the thread has published last, or encodes: its words, if they are known, the copy that they are from,
+        # their layout, and the patch that leads to them.
         self._words: list[np.ndarray] | None = None
         self._state: State | None = None
-        self._number, self._hash, self._anchored = 0, "", 0
-        if self._is_first:
-            body = requests.get(protocol.DESCRIPTION)
-            self._described = None if body is None else protocol.read_description(body, place)
-            self._session = _claim(requests, place)
+        self._encoded = ShardLayout("", ())
+        self._patch: bytes | None = None
+        # In process 0, of the last record: its number, its hash, and the last anchor; and the layout in the store.
+        self._number, self._hash, self._anchored, self._stored = 0, "", 0, ""
+        body = requests.get(protocol.DESCRIPTION)
+        self._described = None if body is None else protocol.read_description(body, place)
+        self._session = _claim(requests, place) if group.process == 0 else 0
 
     def put(self, params: PyTree, *, step: int) -> None:
         """Publishes parameters; returns once they are copied, or with `compare_on="device"` at once.
 
         A thread encodes and sends them. While it is busy one state waits, and a newer one takes its place: where the
         uplink is slower than the puts, followers get fewer states, never late ones, and the trainer does not wait.
-        Three copies of the published bytes are in host memory at most, and one on the device during the copy; with
-        `compare_on="device"` one in host memory, and three on the devices.
+        Three copies of the bytes that this process publishes are in host memory at most, and one on the device during
+        the copy; with `compare_on="device"` one in host memory, and three on the devices.
 
         Args:
-          params: the tree; the same names, shapes and dtypes each time. Sharded leaves are assembled. In a job of
-            several processes all call this, and process 0 publishes; a leaf that is split over them is gathered, one
-            after the other, while all wait.
+          params: the tree; the same names, shapes and dtypes each time. In a job of several processes all call this,
+            and each publishes shards that it has, of one state; those that several have are shared among them. Leaves
+            on the devices of one process, or of NumPy, are those of process 0.
           step: any number of the caller, such as that of the step; followers get it with the parameters.
 
         Raises:
@@ -153,23 +174,29 @@ class Publisher:
         if self._is_closing:
             raise PublishError(f"the publisher of {self._place} is closed; open it again")
         leaves = describe(params, self._dtype)
-        arrays = gather(params, leaves)
-        if not self._is_first:
-            return
         self._check_leaves(leaves)
-        state = self._take(arrays, leaves)
+        layout = self._lay_out(params, leaves)
+        process = self._group.process
+        state = self._take(cut(params, leaves, layout, process), layout.leaves_of(process, leaves))
         with self._changed:
-            self.skipped += self._pending is not None
-            self._pending = state, int(step)
+            self._puts += 1
+            kept = [one for one in self._waiting if one.number == self._chosen]
+            self.skipped += len(self._waiting) - len(kept)
+            self._waiting = [*kept, _Put(self._puts, int(step), layout, state)]
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="jaxdist.publish")
             self._thread.start()
 
     def flush(self) -> None:
-        """Waits until the last state that was put is in the store. Raises as `put`."""
+        """Waits until the last state that was put is in the store; all processes of a job call it. Raises as `put`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not (self._pending or self._is_busy))
+            self._is_flushing = True
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: self._error or not (self._waiting or self._is_busy))
+            finally:
+                self._is_flushing = False
         self._raise_error()
 
     def close(self) -> None:
@@ -191,7 +218,7 @@ class Publisher:
 
     def _stop(self) -> None:
         with self._changed:
-            self._is_closing, self._pending = True, None
+            self._is_closing, self._waiting = True, []
             self._changed.notify_all()
 
     def _raise_error(self) -> None:
@@ -204,31 +231,148 @@ class Publisher:
             check_equal(protocol.shapes_of(known), protocol.shapes_of(leaves), self._place)
         self._leaves = leaves
 
-    # In the thread
+    def _lay_out(self, params: PyTree, leaves: list[PublishedLeaf]) -> ShardLayout:
+        shardings = [getattr(x, "sharding", None) for x in arrays_of(params)]
+        if not self._layout.parts or shardings != self._shardings:
+            self._layout, self._shardings = lay_out(params, leaves, self._group.size), shardings
+        return self._layout
+
+    # In the thread of each process
 
     def _run(self) -> None:
         try:
-            self._resume()
-            while True:
-                with self._changed:
-                    self._is_busy = False
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._pending or self._is_closing)
-                    if self._pending is None:
-                        return
-                    (state, step), self._pending, self._is_busy = self._pending, None, True
-                self._publish(state, step)
+            if self._group.process == 0:
+                self._lead()
+            else:
+                while self._group.serve(self._answer, lambda: self._is_closing) is not None:
+                    pass
         except BaseException as error:
             with self._changed:
                 self._error, self._is_busy = error, False
                 self._changed.notify_all()
+            if self._group.process == 0 and isinstance(error, Exception):
+                self._group.fail(error)
+
+    def _answer(self, question: Message) -> Message | None:
+        """Does what process 0 asks of each process: to hold a state, to encode it, to send it, to go on."""
+        if "hold" in question:
+            return self._hold(question["hold"])
+        if "encode" in question:
+            return self._encode(question["encode"])
+        if "send" in question:
+            return {"part": self._send(question["send"], question["patch"], question["anchor"])}
+        self._finish(question["sent"], question["record"])
+        return None
+
+    def _hold(self, number: int) -> Message:
+        """Waits until a state is here, but not for long, and not where it never will be.
+
+        That is where it was dropped, or where an earlier one is flushed.
+        """
+        with self._changed:
+            self._chosen = number
+            self._changed.wait_for(
+                lambda: self._is_closing or self._puts >= number or (self._is_flushing and self._waiting), ASK_AGAIN
+            )
+            if self._is_closing:
+                raise PublishError(f"the publisher of {self._place} was closed before its states were sent")
+            found = next((one for one in self._waiting if one.number == number), None)
+            return {
+                "holds": None if found is None else [found.step, found.layout.name],
+                "newest": self._puts,
+                "is_flushing": self._is_flushing and bool(self._waiting),
+            }
+
+    def _encode(self, number: int) -> Message:
+        """Takes the state that all hold, and finds the patch from the one before, if its words are known."""
+        with self._changed:
+            found = [one for one in self._waiting if one.number <= number]
+            if self._is_closing or not found:
+                raise PublishError(f"the publisher of {self._place} was closed before its states were sent")
+            self.skipped += len(found) - 1
+            self._waiting = self._waiting[len(found) :]
+            self._is_busy = True
+        state, layout = found[-1].state, found[-1].layout
+        assert self._leaves is not None
+        if self._words is None or layout.name != self._encoded.name:
+            self._patch, self._words = None, state.words_after(None, [])
+        else:
+            changes = state.find_changes(self._state, self._words)
+            self._patch = encode_patch(changes, self._words, layout.leaves_of(self._group.process, self._leaves))
+            self._words = state.words_after(self._words, changes)
+        self._state, self._encoded = state, layout
+        return {}
+
+    def _send(self, number: int, has_patch: bool, has_anchor: bool) -> PublicationPart:
+        """Puts the bytes of the part here, for the record of this number."""
+        assert self._words is not None
+        sizes, names = {"patches": 0, "anchors": 0}, {"patches": "", "anchors": ""}
+        whole = len(protocol.ANCHOR_MAGIC) + sum(x.nbytes for x in self._words)
+        bodies = {}
+        if has_patch and self._patch is not None and len(self._patch) < whole:
+            bodies["patches"] = self._patch
+        if has_anchor or not bodies:
+            bodies["anchors"] = protocol.write_anchor(self._words)
+        for kind, body in bodies.items():
+            names[kind], sizes[kind] = protocol.body_name(kind, number, body), len(body)
+            self._requests.put(names[kind], body)
+        digest = digest_of(self._words)
+        return PublicationPart(digest, names["patches"], sizes["patches"], names["anchors"], sizes["anchors"])
+
+    def _finish(self, name: str, record: str) -> None:
+        with self._changed:
+            self.newest = protocol.read_publication(name, record.encode())
+            self._patch, self._is_busy = None, False
+            self._changed.notify_all()
+
+    # In the thread of process 0
+
+    def _lead(self) -> None:
+        self._resume()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if not self._waiting:
+                    break
+                number = self._chosen = self._waiting[-1].number
+            self._publish(*self._choose(number))
+        self._group.end()
+
+    def _choose(self, number: int) -> tuple[int, int]:
+        """Finds a state that all processes hold, this one or a later: its number, and its step."""
+        ahead = 0
+        while True:
+            answers = self._group.ask({"hold": number}, self._answer)
+            held = [answer["holds"] for answer in answers]
+            if None not in held:
+                break
+            newest = max(answer["newest"] for answer in answers)
+            flushed = [answer["newest"] for answer in answers if answer["is_flushing"]]
+            if flushed and min(flushed) < newest:
+                raise PublishError(
+                    f"a process flushes after {min(flushed)} puts, and another one has put {newest} states: put in all "
+                    "processes of the job equally often, and flush and close in all of them"
+                )
+            # First the newest, after which none may come for long; where that is dropped, too, so far ahead that all
+            # hear of it in time. No process puts more while one flushes.
+            is_dropped = any(answer["holds"] is None and answer["newest"] >= number for answer in answers)
+            number = newest if flushed or not is_dropped else newest + ahead
+            ahead = max(1, 2 * ahead) if is_dropped else 0
+        for process, found in enumerate(held):
+            if found != held[0]:
+                raise PublishError(
+                    f"process {process} puts step {found[0]} where process 0 puts step {held[0][0]}, or other "
+                    "shardings: put the same tree, on the same mesh, in all processes of the job"
+                )
+        return number, held[0][0]
 
     def _resume(self) -> None:
         """Finds the end of the chain, and its state if that is whole."""
         leaves = self._leaves
         assert leaves is not None
         if self._described is None:
-            self._requests.create(protocol.DESCRIPTION, protocol.write_description(uuid.uuid4().hex, leaves))
+            description = protocol.write_description(uuid.uuid4().hex, leaves, self._group.size > 1)
+            self._requests.create(protocol.DESCRIPTION, description)
             body = self._requests.get(protocol.DESCRIPTION)
             if body is None:
                 raise PublishDamagedError(f"{protocol.DESCRIPTION} in {self._place} was created and is gone")
@@ -236,73 +380,59 @@ class Publisher:
             self._described = protocol.read_description(body, self._place)
             check_equal(protocol.shapes_of(self._described[1]), protocol.shapes_of(leaves), self._place)
         chain = Chain(self._requests, self._place)
-        chain.open()
-        while chain.advance():
-            pass
+        # Of several processes each would have to read its part: they begin with an anchor.
+        if self._group.size == 1:
+            chain.open()
+            while chain.advance():
+                pass
         names = self._requests.list("commits/")
         last = max(chain.number, protocol.number_in(names[-1]) if names else 0)
-        if chain.words is not None and chain.number == last:
-            self._words, self._number, self._hash = chain.words, last, chain.hash
-            self._anchored = chain.anchored
+        if chain.words is not None and chain.number == last and not chain.layout.name:
+            (self._words,) = chain.words
+            self._number, self._hash, self._anchored = last, chain.hash, chain.anchored
         else:
             self._skip_to(last)
 
     def _skip_to(self, number: int) -> None:
-        """Goes on behind a record whose state is not here: with an anchor."""
+        """Goes on behind a record whose state is not that of the words here."""
         body = self._requests.get(protocol.commit_name(number)) if number else None
-        self._words, self._number, self._hash = None, number, "" if body is None else hash_of(body)
+        self._number, self._hash = number, "" if body is None else hash_of(body)
 
-    def _publish(self, state: State, step: int) -> None:
-        patch, words = self._encode(state)
+    def _publish(self, put: int, step: int) -> None:
+        self._group.ask({"encode": put}, self._answer)
+        layout, has_patch = self._encoded, True
         while True:
             if self._requests.get(protocol.publisher_name(self._session + 1)) is not None:
                 self._refuse("it was opened")
             number = self._number + 1
-            publication = self._send(number, patch, words, step)
+            has_anchor = number - self._anchored >= self._anchor_every
+            question = {"send": number, "patch": has_patch, "anchor": has_anchor}
+            parts = [protocol.read_part(answer["part"]) for answer in self._group.ask(question, self._answer)]
+            if layout.name != self._stored:
+                self._requests.put(layout.name, write_layout(layout))
+                self._stored = layout.name
+            publication = protocol.publication_of(
+                parts,
+                layout.name,
+                number=number,
+                step=step,
+                session=self._session,
+                time=round(time.time(), 3),
+                previous=self._hash,
+            )
             name, body = protocol.commit_name(number), protocol.write_publication(publication)
             if self._requests.create(name, body):
                 break
             self._yield_to(name)
             # It was one of the state before, which another state follows now.
-            patch = None
-        self._words, self._state, self._number, self._hash = words, state, number, hash_of(body)
-        self.newest = publication
-        if publication.anchor:
+            has_patch = False
+        self._number, self._hash = number, hash_of(body)
+        if protocol.anchors_of(publication):
             self._anchored = number
             self._clean_up()
-
-    def _encode(self, state: State) -> tuple[bytes | None, list[np.ndarray]]:
-        """The patch from the state before, if its words are known, and the words of this one."""
-        assert self._leaves is not None
-        if self._words is None:
-            return None, state.words_after(None, [])
-        changes = state.find_changes(self._state, self._words)
-        patch = encode_patch(changes, self._words, self._leaves)
-        return patch, state.words_after(self._words, changes)
-
-    def _send(self, number: int, patch: bytes | None, words: list[np.ndarray], step: int) -> Publication:
-        """Puts the bytes of a state, and returns the record that names them."""
-        sizes, names = {"patches": 0, "anchors": 0}, {"patches": "", "anchors": ""}
-        whole = len(protocol.ANCHOR_MAGIC) + sum(x.nbytes for x in words)
-        has_patch = patch is not None and len(patch) < whole
-        bodies = {"patches": patch} if patch is not None and has_patch else {}
-        if not has_patch or number - self._anchored >= self._anchor_every:
-            bodies["anchors"] = protocol.write_anchor(words)
-        for kind, body in bodies.items():
-            names[kind], sizes[kind] = protocol.body_name(kind, number, body), len(body)
-            self._requests.put(names[kind], body)
-        return Publication(
-            number,
-            step,
-            self._session,
-            round(time.time(), 3),
-            self._hash,
-            digest_of(words),
-            names["patches"],
-            sizes["patches"],
-            names["anchors"],
-            sizes["anchors"],
-        )
+        news = {"sent": name, "record": body.decode()}
+        self._group.tell(news)
+        self._answer(news)
 
     def _yield_to(self, name: str) -> None:
         """Another publisher has created a record: an older one in its last moment, or a newer one."""

@@ -49,18 +49,28 @@ class Requests:
 
     def get_pieces(self, name: str, size: int) -> Iterator[bytes | None]:
         """The bytes of a name, in pieces if there are many: the next ones are on the way while one is looked at."""
-        read = self._store.get_range
-        if read is None or size <= PIECE:
+        if self._store.get_range is None or size <= PIECE:
             yield self.get(name)
             return
-        began = time.monotonic()
-        yield self._ask(read, name, 0, PIECE)
+        yield from self._get_ranges([(name, start, min(start + PIECE, size)) for start in range(0, size, PIECE)])
+
+    def get_several(self, names: Sequence[tuple[str, int]]) -> Iterator[bytes | None]:
+        """The bytes of names of known sizes: the next ones are on the way while one is looked at."""
+        if self._store.get_range is None or len(names) <= 1:
+            yield from (self.get(name) for name, _ in names)
+            return
+        yield from self._get_ranges([(name, 0, size) for name, size in names])
+
+    def _get_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes | None]:
+        read, began = self._store.get_range, time.monotonic()
+        assert read is not None
+        yield self._ask(read, *ranges[0])
         ahead = AHEAD if time.monotonic() - began < QUICK else 1
-        rest = iter(range(PIECE, size, PIECE))
+        rest = iter(ranges[1:])
         with ThreadPoolExecutor(ahead, thread_name_prefix="jaxdist.publish") as pool:
 
-            def ask(start: int) -> Any:
-                return pool.submit(self._ask, read, name, start, min(start + PIECE, size))
+            def ask(one: tuple[str, int, int]) -> Any:
+                return pool.submit(self._ask, read, *one)
 
             asked = deque(map(ask, islice(rest, ahead)))
             while asked:

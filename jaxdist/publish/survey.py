@@ -72,9 +72,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Pu
             problems.append(str(error))
             continue
         found.append(publication)
-        problems += [
-            f"{body} is missing" for body in (publication.patch, publication.anchor) if body not in ("", *names)
-        ]
+        problems += [f"{body} is missing" for body in protocol.bodies_of(publication) if body not in names]
     sessions = [protocol.number_in(name) for name in names if name.startswith("publishers/")]
     whole = sum(leaf.size * leaf.bits.itemsize for leaf in leaves)
     shapes = protocol.shapes_of(leaves)

@@ -1,6 +1,6 @@
 """The bits of a tree of parameters: flat vectors of unsigned words in host memory, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
 from .._stores.base import begin_hash
 from .base import PublishMismatchError
-from .changes import bit_patterns, can_compare
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
 
@@ -28,13 +27,18 @@ class PublishedLeaf(NamedTuple):
     @property
     def bits(self) -> np.dtype:
         """The dtype of its words."""
-        return np.dtype(WORDS[jnp.dtype(self.dtype).itemsize])
+        return np.dtype(WORDS[self.values.itemsize])
+
+    @property
+    def values(self) -> np.dtype:
+        """The dtype of its entries."""
+        return jnp.dtype(self.dtype)
 
     @property
     def size(self) -> int:
         """The number of its words."""
         count = int(np.prod(self.shape, dtype=np.int64))
-        return count * (jnp.dtype(self.dtype).itemsize // self.bits.itemsize)
+        return count * (self.values.itemsize // self.bits.itemsize)
 
 
 def describe(tree: PyTree, dtype: DTypeLike | None) -> list[PublishedLeaf]:
@@ -46,16 +50,13 @@ def describe(tree: PyTree, dtype: DTypeLike | None) -> list[PublishedLeaf]:
     return [_describe_leaf(leaf_name(path, "params"), x, dtype) for path, x in _leaves(tree)]
 
 
-def gather(tree: PyTree, leaves: Sequence[PublishedLeaf]) -> list[Any]:
-    """What is published of a tree: arrays of this process's devices, or copies of words in host memory.
-
-    Of leaves that are split over several processes each gets all words; so all processes call it.
-    """
-    return [_gather_leaf(x, leaf) for (_, x), leaf in zip(_leaves(tree), leaves)]
+def arrays_of(tree: PyTree) -> list[Any]:
+    """The leaves of a tree, in the order of `describe`."""
+    return [x for _, x in _leaves(tree)]
 
 
 def copy_to_host(arrays: Sequence[Any], leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:
-    """Copies what `gather` returns to host memory; later changes of its buffers do not reach the copy."""
+    """Copies arrays, or words, to host memory; later changes of their buffers do not reach the copy."""
     pairs = list(zip(arrays, leaves))
     wide = [n for n, (x, leaf) in enumerate(pairs) if isinstance(x, jax.Array) and str(x.dtype) != leaf.dtype]
     fresh = dict(zip(wide, cast([arrays[n] for n in wide], [leaves[n] for n in wide])))
@@ -66,7 +67,7 @@ def copy_to_host(arrays: Sequence[Any], leaves: Sequence[PublishedLeaf]) -> list
 
 
 def copy_on_device(arrays: Sequence[Any], leaves: Sequence[PublishedLeaf]) -> list[Any]:
-    """Begins to copy what `gather` returns within device memory; words in host memory stay there."""
+    """Begins to copy arrays within device memory; words in host memory stay there."""
     placed = [n for n, x in enumerate(arrays) if isinstance(x, jax.Array)]
     copies = dict(zip(placed, cast([arrays[n] for n in placed], [leaves[n] for n in placed])))
     return [copies.get(n, x) for n, x in enumerate(arrays)]
@@ -87,14 +88,26 @@ def to_words(x: Any, leaf: PublishedLeaf, *, copy: bool = True) -> np.ndarray:
     """The words of an array; words are returned as they are."""
     if isinstance(x, np.ndarray):
         return x
-    return _view(np.array(x) if copy else np.asarray(x), leaf)
+    return view_words(np.array(x) if copy else np.asarray(x), leaf)
 
 
-def place(words: Sequence[np.ndarray], leaves: Sequence[PublishedLeaf], like: PyTree) -> PyTree:
-    """A tree of these bits, sharded as `like`; it shares no memory with the words."""
-    structure = jax.tree.structure(like)
-    wanted = [x for _, x in _leaves(like)]
-    return structure.unflatten([_place_leaf(*found) for found in zip(words, leaves, wanted)])
+def view_words(host: np.ndarray, leaf: PublishedLeaf) -> np.ndarray:
+    """The words of values, which are cast to the published dtype first."""
+    return np.ascontiguousarray(host.astype(leaf.values, copy=False)).reshape(-1).view(leaf.bits)
+
+
+def view_values(words: np.ndarray, leaf: PublishedLeaf) -> np.ndarray:
+    """The values of words, which stay where they are."""
+    return words.view(leaf.values).reshape(leaf.shape)
+
+
+def place(values: Iterable[np.ndarray], like: PyTree) -> PyTree:
+    """A tree of these values, sharded as `like`. On CPU an array may become that of a device: it is not changed later.
+
+    `may_alias=False` copies no arrays of NumPy (https://github.com/jax-ml/jax/issues/37830).
+    """
+    wanted = [getattr(x, "sharding", None) for x in arrays_of(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), [_place_leaf(x, own) for x, own in zip(values, wanted)])
 
 
 def check_like(leaves: Sequence[PublishedLeaf], like: PyTree, place: str) -> None:
@@ -130,27 +143,6 @@ def _cast(arrays: list[Any], dtypes: tuple[str, ...]) -> list[Any]:
     return [jnp.array(x, jnp.dtype(dtype), copy=True) for x, dtype in zip(arrays, dtypes)]
 
 
-def _gather_leaf(x: Any, leaf: PublishedLeaf) -> Any:
-    if not isinstance(x, jax.Array):
-        return _view(np.array(x), leaf)
-    if x.is_fully_addressable:
-        return x
-    # A program of arrays that other processes have, too, would have to run on all of them.
-    if x.is_fully_replicated:
-        return x.addressable_data(0)
-    from jax.experimental import multihost_utils
-
-    (narrow,) = _cast([x], (leaf.dtype,))
-    # As words: XLA:CPU gathers bfloat16 as float32, which does not keep every NaN.
-    if can_compare(narrow):
-        return np.ravel(multihost_utils.process_allgather(bit_patterns(narrow), tiled=True))
-    return _view(np.asarray(multihost_utils.process_allgather(narrow, tiled=True)), leaf)
-
-
-def _view(host: np.ndarray, leaf: PublishedLeaf) -> np.ndarray:
-    return np.ascontiguousarray(host.astype(jnp.dtype(leaf.dtype), copy=False)).reshape(-1).view(leaf.bits)
-
-
 def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
@@ -163,8 +155,8 @@ def _describe_leaf(name: str, x: Any, dtype: DTypeLike | None) -> PublishedLeaf:
     return PublishedLeaf(name, tuple(np.shape(x)), str(jnp.dtype(dtype) if narrow else own))
 
 
-def _place_leaf(words: np.ndarray, leaf: PublishedLeaf, like: Any) -> Any:
-    # A copy of its own, which on CPU becomes the array: the next patch changes the words, and `may_alias=False` copies
-    # no arrays of NumPy (https://github.com/jax-ml/jax/issues/37830).
-    host = words.copy().view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
-    return jax.device_put(host, getattr(like, "sharding", None))
+def _place_leaf(x: np.ndarray, sharding: Any) -> Any:
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    # `device_put` would compare the values of all processes, which have the same hash.
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

@@ -63,9 +63,9 @@ def _make_table(url: str, found: publish.PublishStatus) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for one in found.publications:
         age = f"{max(time.time() - one.time, 0):,.0f} s"
-        patch = (
-            (f"{one.patch_bytes / 1e3:,.1f}", f"{one.patch_bytes / whole:.2%}") if one.patch and whole else ("-", "-")
-        )
-        anchor = f"{one.anchor_bytes / 1e3:,.1f}" if one.anchor else "-"
+        patch = "-", "-"
+        if one.patch_bytes and whole:
+            patch = f"{one.patch_bytes / 1e3:,.1f}", f"{one.patch_bytes / whole:.2%}"
+        anchor = f"{one.anchor_bytes / 1e3:,.1f}" if one.anchor_bytes else "-"
         table.add_row(str(one.number), str(one.step), age, *patch, anchor)
     return table
