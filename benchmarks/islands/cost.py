@@ -170,24 +170,29 @@ def measure_host(options):
     config, local, one = method_of(tx), tx.init(params), np.float32(1)
     method, moved = exchange.RoundMethod(config.reducer, config.outer), jax.random.normal(jax.random.key(0), SHAPE)
     drift, state = exchange.measure_drift(local.anchor, moved), local.reducer[0]
-    encode = lambda: exchange.encode_drift(method, np.int32(1), drift, local.anchor, moved, state, one)  # noqa: E731
+    encode = lambda: exchange.encode_drift(method, np.int32(1), local.anchor, moved, state, one)  # noqa: E731
     arrays = [exchange.to_host(x) for x in encode()[0]]
     body, shared = protocol.pack("x", arrays), exchange.select_shared(local)
-    zeros = exchange.zeros_like(shared.anchor)
+    # Sums are used up.
+    copy = lambda: jax.block_until_ready(jax.tree.map(jnp.copy, drift))  # noqa: E731
     parts = {
-        "code": encode,
-        "pack": lambda: protocol.pack("x", arrays),
-        "hash of the payload": lambda: protocol.hash_of(body),
-        "decode and add one member": lambda: exchange.add_member(method, zeros, arrays, one, state),
-        "outer step": lambda: exchange.take_outer_step(method, shared, drift, one, shared.reducer, None),
-        "digest of parameters and momentum": lambda: exchange.digest_of(shared),
+        "code": (encode, ()),
+        "pack": (lambda: protocol.pack("x", arrays), ()),
+        "hash of the payload": (lambda: protocol.hash_of(body), ()),
+        "decode and add one member": (lambda total: exchange.add_member(method, total, arrays, one, state), (copy,)),
+        "outer step": (
+            lambda total: exchange.take_outer_step(method, shared, total, one, shared.reducer, None),
+            (copy,),
+        ),
+        "digest of parameters and momentum": (lambda: exchange.digest_of(shared), ()),
     }
     row = {"parameters": int(np.prod(SHAPE)), "payload_bytes": len(body)}
-    for name, function in parts.items():
+    for name, (function, makes) in parts.items():
         seconds = []
         for _ in range(1 + options.repeat):  # the first one compiles
+            arguments = [make() for make in makes]
             started = time.process_time()
-            jax.block_until_ready(function())
+            jax.block_until_ready(function(*arguments))
             seconds.append(time.process_time() - started)
         row[f"{name}, ms"] = round(1e3 * min(seconds[1:]), 1)
     print(json.dumps(row), flush=True)

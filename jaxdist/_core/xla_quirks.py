@@ -24,6 +24,8 @@ STEP = 8
 ROW, LANES = 32, 128
 # Up to this many rows are added as so many slices.
 MOST_SLICES = 64
+# The entries of a dimension up to which XLA:CPU reduces what it computes without writing it to memory.
+FUSED = 32
 # Rows from this length up are added in blocks of `ROW` vectors of this many numbers.
 LONG, BLOCK = 2**16, 256
 
@@ -53,6 +55,18 @@ def run_apart(f: Callable[[Any], Array], x: Any) -> Shaped[Array, "..."]:
     # one that only the barrier knows.
     always = lax.optimization_barrier(jnp.int32(0)) == 0
     return lax.cond(always, f, lambda x: f(x) & 0, x)
+
+
+def reduce_all(reduce: Callable[..., Array], x: Shaped[Array, "..."]) -> Shaped[Array, ""]:
+    """Returns `reduce(x)` of all entries, as `jnp.sum` or `jnp.all`, without an array of what makes `x`.
+
+    XLA:CPU reduces long dimensions in steps, and writes all entries to memory before the first.
+    """
+    flat = x.reshape(-1)
+    whole = flat.size // FUSED * FUSED
+    # The barrier keeps XLA from merging both steps into one.
+    rows = lax.optimization_barrier(reduce(flat[:whole].reshape(-1, FUSED), axis=1))
+    return reduce(jnp.concatenate([rows, flat[whole:].astype(rows.dtype)]))
 
 
 def largest_entry(

@@ -28,31 +28,35 @@ _INDEX = b"jdindex1"
 
 
 class Body:
-    """The bytes of a body. A long one is put together piece by piece, so that there is no second copy of its arrays.
+    """The bytes of a body, with no second copy of its arrays: a long one is put together piece by piece.
 
     Args:
       number: the round in whose folder it is.
       tag: as for `protocol.pack`.
-      arrays: which must not change until the body is in the store.
+      arrays: which must not change until the body is in the store, if that is long.
 
     Attributes:
       size: its number of bytes.
       hashes: of its pieces; none if it is stored whole.
       stored: the bytes under its name: all of them, or the index.
       place: the round, and the hash of what is stored.
+      arrays: those that were given, or copies of them in what is stored.
     """
 
     def __init__(self, number: int, tag: str, arrays: Sequence[np.ndarray]):
         self._parts = protocol.pack_parts(tag, arrays)
         self._starts = np.cumsum([0, *(len(part) for part in self._parts)])
         self.size, self._sent = int(self._starts[-1]), set[str]()
+        self.arrays = [*arrays]
         self.hashes: tuple[str, ...] = ()
         if self.size > LONGEST_WHOLE:
             self.hashes = tuple(hash_of(self.cut_piece(piece)) for piece in range(-(-self.size // PIECE)))
             self.stored = _INDEX + protocol.to_json({"bytes": self.size, "piece": PIECE, "hashes": self.hashes})
         else:
-            self.stored = b"".join(self._parts)
+            self.stored, self._parts = b"".join(self._parts), []
         self.place = protocol.body_place(number, self.stored)
+        if not self.hashes:
+            self.arrays = protocol.unpack_pieces(self.place, [self.stored], arrays)
 
     def missing_pieces(self) -> list[int]:
         """The pieces that the store has not yet; of equal ones, which have one name, the first."""

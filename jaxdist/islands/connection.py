@@ -359,8 +359,11 @@ class Connection:
         """Waits for a request, which it begins if there is none; returns its state, and the answer or the problem."""
         if kind in READS and arguments[0] in self._shared.read_ahead:
             found = self._shared.read_ahead[arguments[0]]
-            # Whoever takes it uses up the list.
-            return "answered", list(found) if isinstance(found, list) else found
+            if kind == "get_body":
+                # Whoever takes it uses it up.
+                with self._shared._lock:
+                    self._shared.read_ahead.pop(arguments[0], None)
+            return "answered", found
         key, lane = (kind, *arguments), self._shared._lane_of(kind, cleans=self._cleans)
         request = self._under_way.get(key)
         # What was not there when an earlier call asked may have come.

@@ -21,6 +21,7 @@ import optax
 from .._core.hashing import hash_array
 from .._core.jaxprs import propagate
 from .._core.types import Array, PyTree, State, Updates
+from .._core.xla_quirks import reduce_all
 from .._stores.base import hash_of
 from ..comm.base import alone
 from ..local_sgd.merging import Merge, Polar, from_polar, to_polar
@@ -167,7 +168,6 @@ def measure_drift(anchor: Updates, params: PyTree) -> Updates:
 def encode_drift(
     method: RoundMethod,
     index: Array,
-    drift: Updates,
     anchor: Updates,
     params: PyTree,
     state: State,
@@ -175,14 +175,15 @@ def encode_drift(
     received: Received = (),
 ) -> tuple[list[Array], State, Array, Array]:
     """Returns what `encode` does of `measure_drift`, whether all of it is finite, and whether there is any drift."""
-    start = jax.tree.map(round_like, anchor, params)
+    drift, start = measure_drift(anchor, params), jax.tree.map(round_like, anchor, params)
     arrays, after = encode(method.reducer, index, drift, state, Extras(examples=examples, params=start), received)
     kept = [x for x in jax.tree.leaves((drift, arrays, after)) if jnp.issubdtype(x.dtype, jnp.floating)]
-    is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in kept]))
-    return arrays, after, is_finite, jnp.any(jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(drift)]))
+    is_finite = jnp.all(jnp.stack([reduce_all(jnp.all, jnp.isfinite(x)) for x in kept]))
+    moved = jnp.any(jnp.stack([reduce_all(jnp.any, x != 0) for x in jax.tree.leaves(drift)]))
+    return arrays, after, is_finite, moved
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
 def add_member(
     method: RoundMethod,
     total: Updates | Polar,
@@ -191,7 +192,7 @@ def add_member(
     state: State,
     received: Received = (),
 ) -> tuple[Updates | Polar, list[Array]]:
-    """Returns `total + n_w D(C(Δ_w))`, and the replicated leaves of the reducer's state after the round.
+    """Returns `total + n_w D(C(Δ_w))`, in its place, and the replicated leaves of the reducer's state after the round.
 
     With `merge="rda"` the total is that of directions and of lengths.
     """
@@ -200,6 +201,13 @@ def add_member(
     contribution = to_polar(contribution) if isinstance(total, Polar) else contribution
     total = jax.tree.map(lambda t, x: t + weight.astype(t.dtype) * x, total, contribution)
     return total, common_leaves(after)
+
+
+def let_go(total: Updates | Polar) -> None:
+    """Waits until a sum is there, and frees the arrays of the member that was added last."""
+    jax.block_until_ready(total)
+    # JAX drops its references to arrays of NumPy in a later call.
+    jax.device_put(np.int32(0), jax.local_devices()[0])
 
 
 @jax.jit
@@ -222,14 +230,41 @@ def renew_reducer(
     return common_leaves(decode(method.reducer, like, means, state, received)[1])
 
 
-@partial(jax.jit, static_argnums=0)
 def take_outer_step(
-    method: RoundMethod, shared: Shared, total: Updates | Polar, weight: Array, reducer: list[Array], rate: Array | None
+    method: RoundMethod,
+    shared: Shared,
+    total: Updates | Polar,
+    weight: Array | np.float32,
+    reducer: list[Array],
+    rate: Array | np.float32 | None,
 ) -> Shared:
-    """Takes `a += outer(Δ)` with `Δ = Σ n_w D(C(Δ_w)) / Σ n_w`, or what `merge` makes of directions and lengths."""
+    """Takes `a += outer(Δ)` with `Δ = Σ n_w D(C(Δ_w)) / Σ n_w`, or what `merge` makes of directions and lengths.
+
+    The new global parameters take the place of the total.
+    """
+    return step_from_total(method, shared, *split_total(total), weight, reducer, rate)
+
+
+def split_total(total: Updates | Polar) -> tuple[Updates, PyTree | None]:
+    """The part of a total whose place the global parameters can take, and the lengths, which have none to give."""
+    return (total.directions, total.lengths) if isinstance(total, Polar) else (total, None)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def step_from_total(
+    method: RoundMethod,
+    shared: Shared,
+    total: Updates,
+    lengths: PyTree | None,
+    weight: Array,
+    reducer: list[Array],
+    rate: Array | None,
+) -> Shared:
+    """The program of `take_outer_step`."""
     # Not `t / weight`: XLA multiplies by the reciprocal too where the number of workers is a constant, so that a round
     # of equal weights has the bits of `local_steps` on a mesh.
-    mean = jax.tree.map(lambda t: t * (1 / weight.astype(t.dtype)), total)
+    summed = total if lengths is None else Polar(total, lengths)
+    mean = jax.tree.map(lambda t: t * (1 / weight.astype(t.dtype)), summed)
     mean = from_polar(mean) if isinstance(mean, Polar) else mean
     extras = {} if rate is None else {"learning_rate": rate}
     steps, outer = method.outer.update(mean, shared.outer, shared.anchor, **extras)
@@ -249,6 +284,19 @@ def measure_share(method: RoundMethod, shared: Shared, drift: Updates, members: 
 def rebase(anchor: Updates, params: PyTree, ahead: Updates) -> PyTree:
     """Returns the parameters of a model that is `ahead` of a new anchor by what no round has taken yet."""
     return jax.tree.map(lambda a, p, d: (round_like(a, p) - d).astype(p.dtype), anchor, params, ahead)
+
+
+@jax.jit
+def rebase_after(anchor: Updates, params: PyTree, before: Updates, taken: Updates) -> PyTree:
+    """Returns `rebase` of what was ahead of the anchor `before`, without what a round has taken of it."""
+    return rebase(anchor, params, subtract(measure_drift(before, params), taken))
+
+
+@jax.jit
+def restart_from(anchor: Updates, params: PyTree) -> PyTree:
+    """Returns the parameters of a model of which nothing is ahead of a new anchor."""
+    # A copy: steps may donate both.
+    return jax.tree.map(lambda a, p: jnp.copy(a.astype(p.dtype)), anchor, params)
 
 
 def strengthen(tree: PyTree) -> PyTree:
@@ -406,24 +454,25 @@ def compile_programs(
     drift, one = measure_drift(local.anchor, params), np.float32(1)
     received: list[list[np.ndarray]] = []
     for like in plan.messages:
-        arrays, *_ = encode_drift(method, index, drift, local.anchor, params, local.reducer[0], one, received)
+        arrays, *_ = encode_drift(method, index, local.anchor, params, local.reducer[0], one, received)
         received.append([to_host(x) for x in arrays])
         if plan.is_averaged(len(received) - 1):
             mean_of([received[-1]] * 2, [1.0, 1.0], like)
     *received, hosts = received
-    total, replicated = method.begin_total(shared.anchor), shared.reducer
-    for _ in range(2):  # the second member is added to what the first left
-        total, replicated = add_member(method, total, hosts, one, local.reducer[0], received)
-    if plan.renews:
-        replicated = renew_reducer(method, shared.anchor, hosts, local.reducer[0], received)
-    if not needs_rate:
-        take_outer_step(method, shared, total, np.float32(1), replicated, None)
-    stepped = take_outer_step(method, shared, total, np.float32(1), replicated, np.float32(1))
-    for rate in [np.float32(1)] if needs_rate else [None, np.float32(1)]:
+    stepped = shared
+    for rate in [one] if needs_rate else [None, one]:
+        total, replicated = method.begin_total(shared.anchor), shared.reducer
+        for _ in range(2):  # the second member is added to what the first left
+            total, replicated = add_member(method, total, hosts, one, local.reducer[0], received)
+        if plan.renews:
+            replicated = renew_reducer(method, shared.anchor, hosts, local.reducer[0], received)
+        stepped = take_outer_step(method, shared, total, one, replicated, rate)
         if eager:
-            measure_share(method, shared, drift, np.float32(1), rate)
+            measure_share(method, shared, drift, one, rate)
     digest_of(stepped)
     rebase(stepped.anchor, params, subtract(drift, drift))
+    rebase_after(stepped.anchor, params, shared.anchor, drift)
+    restart_from(stepped.anchor, params)
     restart_counts(local, np.int32(0))
     subtract_counts(local, np.int32(0), np.float32(0), np.int32(0), np.float32(0))
     with_examples(local, np.float32(0))

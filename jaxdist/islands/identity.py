@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._core.compat import Literal
@@ -39,7 +40,8 @@ from .exchange import (
     common_leaves,
     encode_drift,
     hash_leaves,
-    measure_drift,
+    split_total,
+    step_from_total,
     take_outer_step,
     to_host,
 )
@@ -141,7 +143,7 @@ def _describe_part(method: RoundMethod, part: FragmentModel, plan: MessagePlan, 
         "reducer": _shapes(jax.eval_shape(method.reducer.init, part.local.anchor)),
         "payload": [f"{x.dtype}{list(x.shape)}" for message in plan.messages for x in message],
         "outer optimizer": _shapes(part.local.outer[0]),
-        "programs": _fingerprint(method, part.local, part.params, plan, needs_rate=needs_rate),
+        "programs": _fingerprint(method, part.local, plan, needs_rate=needs_rate),
     }
 
 
@@ -151,18 +153,17 @@ def _shapes(tree: Any) -> dict[str, str]:
 
 
 def _fingerprint(
-    method: RoundMethod, local: LocalStepsState, params: PyTree, plan: MessagePlan, *, needs_rate: bool
+    method: RoundMethod, local: LocalStepsState, plan: MessagePlan, *, needs_rate: bool
 ) -> dict[str, dict[str, Any]]:
     """Text, numbers and results of the programs that all islands run alike; compiles none that meetings do not need."""
-    anchor, params = _pattern(local.anchor, 1), _pattern(params, 2)
+    # Parameters as wide as the anchor: another island, and a reader, may have others.
+    anchor, params = _pattern(local.anchor, 1), _pattern(local.anchor, 2)
     reducer = _place_fresh(method.reducer.init(anchor), local.reducer[0])
     shared = Shared(anchor, _place_fresh(method.outer.init(anchor), local.outer[0]), common_leaves(reducer))
     one, start = np.float32(1), shared
     encodings, received = [], []
     for _ in plan.messages:
-        # Parameters as wide as the anchor: another island, and a reader, may have others.
-        drift = measure_drift(anchor, params)
-        encodings.append((method, np.int32(0), drift, anchor, anchor, reducer, one, received))
+        encodings.append((method, np.int32(0), anchor, params, reducer, one, received))
         received = [*received, [to_host(x) for x in encode_drift(*encodings[-1])[0]]]
     *received, hosts = received
     total, replicated = method.begin_total(anchor), shared.reducer
@@ -171,11 +172,12 @@ def _fingerprint(
         total, replicated = add_member(*adding)
         adding = (method, total, hosts, one, reducer, received)
     decoded = Shared(total, shared.outer, replicated)
-    stepping = (method, shared, total, one, replicated, one)
+    stepping = (method, shared, *split_total(total), one, replicated, one)
     # The outer step takes the rate of the inner ones, or none.
     rates = [one if needs_rate else None, *[one] * (OUTER_STEPS - 1)]
     for rate in rates:
-        shared = take_outer_step(method, shared, total, one, replicated, rate)
+        # A step uses up its total.
+        shared = take_outer_step(method, shared, jax.tree.map(jnp.copy, total), one, replicated, rate)
     begins, added, stepped = (_hash_parts(found) for found in (start, decoded, shared))
     parts = {
         # Not the outer state, which decoding leaves alone.
@@ -184,7 +186,7 @@ def _fingerprint(
             [*(encode_drift.trace(*each) for each in encodings), add_member.trace(*adding)],
             [added[0], added[2]],
         ),
-        "outer optimizer": (1, [take_outer_step.trace(*stepping)], stepped),
+        "outer optimizer": (1, [step_from_total.trace(*stepping)], stepped),
     }
     return {
         part: _spell(traced) | {"start": _name_start(start[number], begins[number]), "result": _hash_all(found)}

@@ -49,8 +49,10 @@ from .exchange import (
     measure_share,
     move_counts,
     rebase,
+    rebase_after,
     restart_buffers,
     restart_counts,
+    restart_from,
     select_shared,
     strengthen,
     subtract,
@@ -372,6 +374,9 @@ class Island:
             is_slow = isinstance(error, _UnansweredError) and error.name.startswith("bodies/")
             self._note(**({"late": True} if is_slow else {"offline": True}))
             problem = str(error)
+        finally:
+            # What is under way changes no more, and the steps change what is ahead.
+            self._keep_drifts(model)
         report = self._report
         self._in_step = report.counted and not report.offline and not self._behind
         self._check_offline(problem if report.offline else None)
@@ -462,7 +467,7 @@ class Island:
                 is_new = self._outbox.flight is None
             if not self._send(model, is_told=is_told, leaving=leaving, is_again=is_again):
                 break
-            commit = self._await_commit()
+            commit = self._await_commit(model)
             if commit is None:
                 return
             is_again, is_counted = True, self._apply(model, commit)
@@ -543,12 +548,10 @@ class Island:
         fragment, merges = self._schedule.fragment_in(number), self._schedule.merges_in(number)
         part, outbox = model[fragment], self._outboxes[fragment]
         local = part.local
-        drift = measure_drift(local.anchor, part.params)
-        weight = self._weight_of(local, drift, is_told=is_told)
+        weight = self._weight_of(part, is_told=is_told)
         arrays, after, finite, moved = encode_drift(
             self._replay.method,
             self._index,
-            drift,
             local.anchor,
             part.params,
             local.reducer[0],
@@ -577,15 +580,26 @@ class Island:
             run=self._replay.run.mark,
             pieces=pieces,
         )
-        kept = drift
+        drift = ahead = None
         if self._options.eager and merges and not leaving:
-            kept = self._take_share(part, drift, None if rate is None else np.float32(rate))
-        flight = InFlight(body.place, drift, kept, after, record, float(to_host(local.rates)[0]))
+            drift = measure_drift(local.anchor, part.params)
+            ahead = self._take_share(part, drift, None if rate is None else np.float32(rate))
+        flight = InFlight(body.place, drift, ahead, after, record, float(to_host(local.rates)[0]))
         # With owners no island reads whole bodies.
         reads_ahead = self._options.overlap and not leaving and not self._replay.run.owners
-        ahead = self._replay.expected if reads_ahead else ()
-        outbox.send(flight, body, number, base, self._options.name, ahead)
+        others = self._replay.expected if reads_ahead else ()
+        outbox.send(flight, body, number, base, self._options.name, others)
         return True
+
+    def _keep_drifts(self, model: list[FragmentModel]) -> None:
+        """Keeps the drifts that are under way, where they are all that is ahead of the global parameters so far.
+
+        Until what is ahead changes they need no memory.
+        """
+        for part, outbox in zip(model, self._outboxes, strict=True):
+            if outbox.flight is not None and outbox.flight.drift is None:
+                drift = measure_drift(part.local.anchor, part.params)
+                outbox.flight = outbox.flight._replace(drift=drift, ahead=drift)
 
     def _take_anchors(self, model: list[FragmentModel]) -> None:
         """Takes the global parameters of all fragments, after steps that were not finite."""
@@ -642,7 +656,7 @@ class Island:
             self._say_here(number + 1)
         return state != "uploading"
 
-    def _await_commit(self) -> Commit | None:
+    def _await_commit(self, model: list[FragmentModel]) -> Commit | None:
         """Returns the commit of the open round, which this island may create; `None` if the deadline comes first."""
         store, options, number, flight = self._store, self._options, self._replay.round, self._outbox.flight
         assert flight is not None
@@ -690,7 +704,7 @@ class Island:
                 if action is Next.READ:
                     commit = self._replay.read_commit(number)
                 elif action is Next.COMMIT and (is_first or was_due or now >= store.deadline):
-                    commit = self._commit(seen)
+                    commit = self._commit(seen, model[self._replay.fragment].local)
                 was_due = action is Next.COMMIT
                 looks.decided(now, is_due=was_due)
             if commit is not None:
@@ -702,7 +716,7 @@ class Island:
                 return None
             store.sleep(min(looks.next_pause(now), max(store.deadline - now, 0.0)))
 
-    def _commit(self, seen: protocol.Seen) -> Commit | None:
+    def _commit(self, seen: protocol.Seen, local: LocalStepsState) -> Commit | None:
         """Ends the round: checks every drift, then creates the commit, unless another island is faster."""
         drifts, damaged, number = {}, set(), self._replay.round
         own, flight = self._options.name, self._outbox.flight
@@ -715,9 +729,10 @@ class Island:
                     drifts[name] = protocol.parse(Drift, place, self._store.get(place) or b"")
                 if protocol.is_too_old(drifts[name].body, number, self._replay.rounds):
                     raise DamagedError(f"{place} names a body that is too old")
-                self._replay.check_drift(drifts[name], number)
             except DamagedError:
                 damaged.add(name)
+        sound = {name: drift for name, drift in drifts.items() if name not in damaged}
+        damaged |= self._replay.check_drifts(sound, number, local)
         # Where another disk is mounted by now, the round is not this run's to end.
         # A request more, so only before this island keeps what follows from the rounds that it has taken.
         keeps = (number + 1) % self._replay.keep_every == 0
@@ -738,25 +753,30 @@ class Island:
         """
         replay, name = self._replay, self._options.name
         part, outbox, fragment = model[replay.fragment], self._outbox, replay.fragment
-        flight, before = outbox.flight, part.local.anchor
+        bodies, before = {member.name: member.body for member in commit.members}, part.local.anchor
+        is_counted = outbox.flight is not None and bodies.get(name) == outbox.flight.body
         differs, merges = commit.base != replay.base, self._schedule.merges_in(replay.round)
+        if differs or not is_counted:
+            self._keep_drifts(model)
         if differs:
             self._take_kept_anchors(model)
-        local = part.local
+        local, flight = part.local, outbox.flight
         self._too_few_since = None
-        bodies = {member.name: member.body for member in commit.members}
-        is_counted = flight is not None and bodies.get(name) == flight.body
         expected = tuple(sorted({*replay.expected, *bodies, *commit.missing}))
         shared = replay.advance(local, commit)
-        # Not earlier, nor anything for longer than needed: a large model has little memory beside it.
-        ahead = measure_drift(before, part.params)
+        # Nothing for longer than needed: a large model has little memory beside it.
         if not merges:
             outbox.clear()
             self._note(late=not is_counted or self._report.late)
             local = move_counts(local, np.int32(replay.round))
+            if differs:
+                part.params = rebase(shared.anchor, part.params, measure_drift(before, part.params))
         elif flight is not None and is_counted:
-            ahead = subtract(ahead, flight.ahead)
             local = self._take_counted(local, outbox)
+            if flight.ahead is None:
+                part.params = restart_from(shared.anchor, part.params)
+            else:
+                part.params = rebase_after(shared.anchor, part.params, before, flight.ahead)
             # One that decodes alike in its own round alone was encoded again.
             is_slow = self._report.late or protocol.is_too_old(flight.body, replay.round - 1, 1)
             self._late = self._late + 1 if is_slow else 0
@@ -766,11 +786,10 @@ class Island:
             outbox.next_round()
             is_late = name not in commit.differing and name not in commit.damaged
             self._note(counted=False, late=is_late or self._report.late)
-            ahead = self._drop_old(ahead, fragment)
+            ahead = self._drop_old(measure_drift(before, part.params), fragment)
+            part.params = rebase(shared.anchor, part.params, ahead)
             local = move_counts(local, np.int32(replay.round))
         part.local = with_shared(local, shared)
-        if merges or differs:
-            part.params = rebase(shared.anchor, part.params, ahead)
         self._store.forget_answers()
         self._note(members=tuple(bodies), missing=commit.missing, expected=expected)
         self._warn_if_few(commit, outbox)
@@ -880,6 +899,7 @@ class Island:
     def _jump(self, model: list[FragmentModel]) -> None:
         """Goes on from kept parameters, where the rounds before them are gone. What none of them took is kept."""
         self._replay.check_same()
+        self._keep_drifts(model)
         aheads = [measure_drift(part.local.anchor, part.params) for part in model]
         anchor, locals_ = self._replay.load_newest([part.local for part in model])
         self._replay.go_to(anchor, locals_)
@@ -912,8 +932,9 @@ class Island:
 
     # Small parts
 
-    def _weight_of(self, local: LocalStepsState, drift: PyTree, *, is_told: bool = False) -> float:
+    def _weight_of(self, part: FragmentModel, *, is_told: bool = False) -> float:
         """The number of examples of one round, which the steps counted or `meet` was told; 1 if there was none."""
+        local = part.local
         counted, since = to_host(local.examples.value), int(to_host(local.since)[0])
         if counted[0] == UNCOUNTED:
             return 1.0
@@ -921,9 +942,11 @@ class Island:
         weight = float(counted[0]) * min(1.0, self._config.sync_period / max(since, 1))
         if weight:
             self._last_weight = weight
-        elif not is_told and any(bool(to_host(x).any()) for x in jax.tree.leaves(drift)):
-            # Progress that an earlier round did not take.
-            return self._last_weight
+        elif not is_told:
+            drift = measure_drift(local.anchor, part.params)
+            if any(bool(to_host(x).any()) for x in jax.tree.leaves(drift)):
+                # Progress that an earlier round did not take.
+                return self._last_weight
         return weight
 
     def _catch_up(self, local: LocalStepsState) -> LocalStepsState:

@@ -24,7 +24,8 @@ class InFlight(NamedTuple):
 
     Attributes:
       body: the place of its bytes.
-      drift: what it takes of this island's progress if it counts.
+      drift: what it takes of this island's progress if it counts; `None` if that is all that is ahead of the global
+        parameters, before these or the island's model change.
       ahead: what the island's model has of it until then: all of it, or the outer step along the island's own share.
       reducer: the reducer's state if it counts.
       record: what the store is told of it, but for the round's `base`.
@@ -34,8 +35,8 @@ class InFlight(NamedTuple):
     """
 
     body: str
-    drift: Updates
-    ahead: Updates
+    drift: Updates | None
+    ahead: Updates | None
     reducer: State
     record: Drift
     rates: float

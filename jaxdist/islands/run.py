@@ -5,7 +5,7 @@ every process that reads them (`Replay`) computes the same bits, whether it take
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from .exchange import (
     copy_shared_to_host,
     describe_shared,
     digest_of,
+    let_go,
     mean_of,
     needs_rate,
     renew_reducer,
@@ -121,6 +122,20 @@ class _LeftBehindError(Exception):
     """The rounds that this process was reading are deleted: it goes on from the newest kept global parameters."""
 
 
+class _Sum:
+    """The sum of the first drifts of a round, which a later call goes on with: so no two bodies are in memory decoded.
+
+    Attributes:
+      round: of the drifts.
+      added: their bodies and weights, in the order in which they were added.
+      total: `Σ n_w D(C(Δ_w))`.
+      reducer: the replicated leaves of the reducer's state after the round.
+    """
+
+    def __init__(self, number: int, total: Any, reducer: list[Any]):
+        self.round, self.added, self.total, self.reducer = number, list[tuple[str, float]](), total, reducer
+
+
 class Replay:
     """Reads the rounds of a run in order, and takes the outer step of each.
 
@@ -157,12 +172,13 @@ class Replay:
         self.plans: list[MessagePlan] = []
         self._updates: list[Any] = []
         self._bodies: dict[str, list[Any]] = {}
+        self._sum: _Sum | None = None
         # With owners: this island, "" where one only reads, and how long it waits for them; and the mean that it has
         # begun to read, of which round.
         self._name, self._owner_seconds = name, owner_seconds
         self._pieces: tuple[int, MeanPieces] | None = None
         self._last_pieces: dict[str, bytes] = {}
-        # This island's own drift of each fragment, or its pieces, which several rounds may read.
+        # This island's own drift of each fragment as it is sent, or its pieces, which several rounds may read.
         self.own: dict[int, tuple[str, Any]] = {}
 
     @property
@@ -252,7 +268,7 @@ class Replay:
         self.counted = {self._key(name, body): body for name, body in anchor.counted}
         self._name_bits(locals_)
         before = self._last = read_commit(self._store, anchor.round - 1) if anchor.round else None
-        self.expected, self._bodies = () if before is None else before.expected, {}
+        self.expected, self._bodies, self._sum = () if before is None else before.expected, {}, None
 
     def load_newest(
         self, locals_: Sequence[LocalStepsState], *, known: str | None = None
@@ -372,7 +388,8 @@ class Replay:
         """
         fragment, merges = self.fragment, self.schedule.merges_in(self.round)
         shared = self._end_round(select_shared(local), local.reducer[0], commit, self.round)
-        self.round, self._bodies, self._last_pieces, self._last = self.round + 1, {}, {}, commit
+        self.round, self._bodies, self._sum, self._last_pieces = self.round + 1, {}, None, {}
+        self._last = commit
         self.expected = commit.expected
         bodies = {(member.name, fragment): member.body for member in commit.members}
         if self.own.get(fragment, ("", None))[0] in bodies.values():
@@ -391,7 +408,7 @@ class Replay:
         anchor, found = self.load_newest(locals_)
         if anchor.round > self.round:
             raise _LeftBehindError
-        self.received = []
+        self.received, self._sum = [], None
         for number in range(anchor.round, self.round):
             commit, fragment = self.read_commit(number), self.schedule.fragment_in(number)
             assert commit is not None
@@ -422,7 +439,7 @@ class Replay:
         self.digests = [digest_of(select_shared(local)) for local in locals_]
 
     def body(self, place: str, number: int) -> list[Any]:
-        """The arrays of a drift of a round; read once for the commit and the outer step.
+        """The arrays of a drift of a round, as decoders take them.
 
         Raises:
           DamagedError: the body is missing, or its bytes are not those that its hash names.
@@ -430,7 +447,7 @@ class Replay:
         fragment = self.schedule.fragment_in(number)
         own, arrays = self.own.get(fragment, ("", []))
         if own == place:
-            return arrays
+            return arrays if self._reducer.forms.codec is None else self._decode_code(place, arrays, number)
         if place not in self._bodies:
             found = self._store.get_body(place)
             if not is_whole(found):
@@ -441,15 +458,35 @@ class Replay:
             self._bodies[place] = self._decode(place, found, number)
         return self._bodies[place]
 
-    def check_drift(self, drift: Drift, number: int) -> None:
-        """Checks what a commit may count: its body, or with owners that body's last piece, which needs all of it.
+    def check_drifts(self, drifts: Mapping[str, Drift], number: int, local: LocalStepsState) -> set[str]:
+        """Checks what a commit may count, and adds up the drifts that it counts if it is this island's.
 
-        Raises:
-          DamagedError: the body is missing, cut or damaged, or the record has other pieces.
+        Args:
+          drifts: the records of the round, by island in the order of a commit.
+          number: the round.
+          local: the state of its fragment.
+
+        Returns:
+          The islands whose bodies are missing, cut or damaged, or have other pieces; with owners as far as the last
+          piece tells, which needs all of a body.
         """
-        if not self.run.owners:
-            self.body(drift.body, number)
-            return
+        damaged, found, start = set[str](), None, (self.base, self.run.mark)
+        if self._adds_up(number):
+            likely = [(drift.body, drift.weight) for drift in drifts.values() if (drift.base, drift.run) == start]
+            found = self._begin_sum(number, likely, select_shared(local))
+        for name, drift in drifts.items():
+            try:
+                if self.run.owners:
+                    self._check_pieces(drift, number)
+                elif found is not None and (drift.base, drift.run) == start:
+                    self._add(found, (drift.body, drift.weight), local.reducer[0])
+                else:
+                    self.body(drift.body, number)
+            except DamagedError:
+                damaged.add(name)
+        return damaged
+
+    def _check_pieces(self, drift: Drift, number: int) -> None:
         if len(drift.pieces) != self.run.owners:
             raise DamagedError(f"the record of {drift.body} has {len(drift.pieces)} pieces of {self.run.owners}")
         last = self.run.owners - 1
@@ -471,16 +508,13 @@ class Replay:
         if self.run.owners:
             rows = self._layout_in(number).cut(arrays)
             body = Body(number, tag, [rows])
-            self.own[fragment] = (body.place, rows)
+            self.own[fragment] = (body.place, body.arrays[0])
             return body, tuple(hash_of(row.tobytes()) for row in rows)
         if codec is not None:
-            code = np.frombuffer(codec.encode(arrays, self._updates[fragment]), np.uint8)
-            body = Body(number, tag, [code])
             # Decoded as all islands decode it, so that their bits are the same.
-            arrays = self._decode_code(body.place, code, number)
-        else:
-            body = Body(number, tag, arrays)
-        self.own[fragment] = (body.place, arrays)
+            arrays = [np.frombuffer(codec.encode(arrays, self._updates[fragment]), np.uint8)]
+        body = Body(number, tag, arrays)
+        self.own[fragment] = (body.place, body.arrays if codec is None else body.arrays[0])
         return body, ()
 
     def _decode(self, place: str, found: list[bytes], number: int) -> list[Any]:
@@ -538,12 +572,45 @@ class Replay:
         bodies = [self.body(member.body, number) for member in commit.members]
         return mean_of(bodies, [member.weight for member in commit.members], like)
 
-    def _add_members(self, added: Iterable[tuple[Any, float]], shared: Shared, reducer: State) -> tuple[Any, Any]:
-        """The sum of what members have sent, with their weights, and the replicated leaves of the reducer's state."""
-        total, replicated = self.method.begin_total(shared.anchor), shared.reducer
-        for arrays, share in added:
-            total, replicated = add_member(self.method, total, arrays, np.float32(share), reducer, self.received)
-        return total, replicated
+    def _adds_up(self, number: int) -> bool:
+        """Whether a round adds up what drifts are decoded to, and nothing else that would need their bodies again."""
+        plan = self.plans[self.schedule.fragment_in(number)]
+        return not self.run.owners and not plan.renews and self.schedule.merges_in(number)
+
+    def _begin_sum(self, number: int, members: list[tuple[str, float]], shared: Shared) -> _Sum:
+        """The sum of the first of these members as far as there is one; one of other drifts is of no use."""
+        found = self._sum
+        if found is None or found.round != number or found.added != members[: len(found.added)]:
+            found = self._sum = _Sum(number, self.method.begin_total(shared.anchor), shared.reducer)
+        return found
+
+    def _add(self, found: _Sum, member: tuple[str, float], reducer: State) -> None:
+        """Adds a member to a sum, unless it has been, and drops its body."""
+        if member in found.added:
+            return
+        let_go(found.total)
+        arrays = self.body(member[0], found.round)
+        weight = np.float32(member[1])
+        found.total, found.reducer = add_member(self.method, found.total, arrays, weight, reducer, self.received)
+        found.added.append(member)
+        self._bodies.pop(member[0], None)
+
+    def _sum_drifts(self, commit: Commit, number: int, shared: Shared, reducer: State) -> _Sum:
+        """The sum of a round's drifts; with owners the mean, decoded, since `D` is linear where these are."""
+        members = [(member.body, member.weight) for member in commit.members]
+        if self._adds_up(number):
+            found = self._begin_sum(number, members, shared)
+            for member in members:
+                self._add(found, member, reducer)
+            return found
+        means, added = self._mean_of(commit, number), ((self.body(body, number), share) for body, share in members)
+        found = _Sum(number, self.method.begin_total(shared.anchor), shared.reducer)
+        for arrays, share in [(means, 1.0)] if self.run.owners else added:
+            weight = np.float32(share)
+            found.total, found.reducer = add_member(self.method, found.total, arrays, weight, reducer, self.received)
+        if self.plans[self.schedule.fragment_in(number)].renews:
+            found.reducer = renew_reducer(self.method, shared.anchor, means, reducer, self.received)
+        return found
 
     def _take_step(self, shared: Shared, reducer: State, commit: Commit, number: int) -> Shared:
         # Δ = Σ n_w D(C(Δ_w)) / Σ n_w over the members of the commit, in its order: the same bits on every island
@@ -552,16 +619,8 @@ class Replay:
             return shared
         rates = [member.rate for member in commit.members]
         rate = None if None in rates else np.float32(sum(rates) / len(rates))  # pyright: ignore
-        renews = self.plans[self.schedule.fragment_in(number)].renews
-        means = self._mean_of(commit, number) if renews or self.run.owners else []
-        if self.run.owners:
-            # D is linear where messages are averaged, so that D(Σ n_w C(Δ_w) / Σ n_w) is Δ.
-            added, weight = [(means, 1.0)], 1.0
-        else:
-            added = ((self.body(member.body, number), member.weight) for member in commit.members)
-        total, replicated = self._add_members(added, shared, reducer)
-        if renews:
-            replicated = renew_reducer(self.method, shared.anchor, means, reducer, self.received)
+        found = self._sum_drifts(commit, number, shared, reducer)
+        divisor = np.float32(1.0 if self.run.owners else weight)
         # A large model has little memory beside it.
-        self._bodies = {}
-        return take_outer_step(self.method, shared, total, np.float32(weight), replicated, rate)
+        self._bodies, self._sum = {}, None
+        return take_outer_step(self.method, shared, found.total, divisor, found.reducer, rate)

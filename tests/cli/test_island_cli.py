@@ -1,5 +1,6 @@
 """`jaxdist train --islands`: several jobs that meet in a folder."""
 
+import inspect
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ class Renewed:
     def __call__(self):
         return keys("Renewed")
 """
+JOIN = islands.join
 DIGITS = ["--workload", "digits", "--model", "convnet:2", "--batch", "8", "--optimizer", "sgd:0.1"]
 
 
@@ -57,6 +59,9 @@ def test_an_island_trains_meets_and_resumes(tmp_path, capsys):
         (["--name", "a", "--begin-with", "2"], "--name, --begin-with: only with --islands"),
         (["--no-begin"], "--no-begin: only with --islands"),
         (["--overlap", "--quorum", "2"], "--quorum, --overlap: only with --islands"),
+        (["--eager", "--owners", "2"], "--eager, --owners: only with --islands"),
+        (["--engine", "ray", "--owners", "2"], "--owners: not with --engine ray"),
+        (["--islands", "x", "--sync", "diloco:H=2", "--name", "a", "--eager"], "join with overlap=True too"),
         (
             ["--islands", "x", "--sync", "diloco:H=2", "--name", "a", "--quorum", "0"],
             "quorum must be at least 1, got 0",
@@ -76,6 +81,26 @@ def test_what_does_not_go_together_is_refused(arguments, message, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", *DIGITS, *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_join_is_given_every_option(tmp_path, monkeypatch, capsys):
+    found = {}
+
+    def join(url, tx, **given):
+        found.update(given)
+        raise ValueError("joined")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(islands, "join", join)
+    given = {"owners": 3, "quorum": 2, "begin_with": 4, "keep_every": 5, "grace": 0.5}
+    given |= {"round_timeout": 2.0, "patience": 9.0, "name": "a"}
+    options = [text for name, value in given.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    island = ["--islands", "x", "--sync", "diloco:H=2", "--overlap", "--eager", "--no-begin"]
+    assert cli.main(["train", *DIGITS, *island, *options]) == 2
+    assert "joined" in capsys.readouterr().err
+    assert found == given | {"overlap": True, "eager": True, "begin": False}
+    # The help fits a screen; moments are for scripts.
+    assert {"url", "tx", "moments", *found} == set(inspect.signature(JOIN).parameters)
 
 
 @pytest.mark.slow

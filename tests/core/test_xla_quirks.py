@@ -15,6 +15,7 @@ from jaxdist._core.xla_quirks import (
     largest_entry,
     largest_magnitude,
     ordered_bits,
+    reduce_all,
     running_sum,
     smallest_entry,
     sum_counts,
@@ -82,6 +83,28 @@ def test_sums_of_vectors_and_of_integers(size):
         np.testing.assert_array_equal(found, counts[0].cumsum())
     # The form of TPUs.
     np.testing.assert_array_equal(jax.jit(_running_sum_of_lanes)(counts[0]), counts[0].cumsum())
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 2**16 + 7])
+def test_all_entries_are_reduced_without_an_array_of_what_makes_them(size):
+    x, half = np.random.default_rng(0).integers(0, 2**32, size, np.uint32), np.uint32(2**31)
+
+    @jax.jit
+    def run(x):
+        small = x < half
+        return reduce_all(jnp.sum, x * x ^ x), reduce_all(jnp.any, ~small), reduce_all(jnp.all, small)
+
+    assert [int(found) for found in run(x)] == [
+        int(np.sum(x * x ^ x, dtype=np.uint32)),
+        (x >= half).any(),
+        (x < half).all(),
+    ]
+    if size > 1000:
+        plain = jax.jit(lambda x: jnp.sum(x * x ^ x))
+        temporary = [f.lower(x).compile().memory_analysis().temp_size_in_bytes for f in (run, plain)]
+        assert temporary[0] <= x.nbytes / 4
+        # Where XLA learns this, plain reductions do.
+        assert temporary[1] >= x.nbytes
 
 
 def test_products_of_constants_still_overflow():

@@ -111,7 +111,7 @@ def send_message(island, state):
     island._store.deadline = island._store.now() + 5
     assert island._encode(model, 0, is_told=False, leaving=False)
     assert island._deliver(0, wait=True)
-    assert island._await_commit() is not None
+    assert island._await_commit(model) is not None
 
 
 @pytest.mark.sampled(9)
@@ -130,7 +130,7 @@ def test_an_island_that_enters_between_two_messages_has_the_mean_of_the_first(re
         there._store.deadline = there._store.now() + 5
         assert there._encode(model, 6, is_told=False, leaving=False)
         assert there._deliver(6, wait=True)
-        there._apply(model, there._await_commit())
+        there._apply(model, there._await_commit(model))
         with islands.join(store, tx, name="new", grace=0.0, round_timeout=0.2) as new:
             joined = new.enter(begin(tx, fill=5.0))
             assert new.round == 7

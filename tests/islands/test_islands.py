@@ -574,9 +574,8 @@ def test_progress_of_an_earlier_round_keeps_its_weight():
         drift = jnp.ones(())
 
         def weight(seen, since, drift=drift):
-            return island._weight_of(
-                local._replace(examples=jd.PerWorker(jnp.array([seen])), since=jnp.array([since])), drift
-            )
+            counted = local._replace(examples=jd.PerWorker(jnp.array([seen])), since=jnp.array([since]))
+            return island._weight_of(islands.fragments.FragmentModel(counted, local.anchor - drift))
 
         assert weight(-1.0, 2) == 1
         assert weight(6.0, 2) == 6

@@ -48,7 +48,17 @@ from ..training.one_worker import Offload, parse_offload
 from .replay import draw_replays, make_task, rules_table, write_events
 
 MESH_OPTIONS = ("reducer", "sync", "zero", "offload", "devices", "save_every", "resume", "islands")
-JOIN_OPTIONS = ("round_timeout", "begin_with", "quorum", "grace", "patience", "overlap", "keep_every")
+JOIN_OPTIONS = (
+    "round_timeout",
+    "begin_with",
+    "quorum",
+    "grace",
+    "patience",
+    "overlap",
+    "eager",
+    "keep_every",
+    "owners",
+)
 ISLAND_OPTIONS = ("name", "store", *JOIN_OPTIONS)
 PROCESS_OPTIONS = ("rule", "workers", "seconds", "slow", "gradient", "on_death", "address")
 EVALUATION_SECONDS = 1.0
@@ -59,10 +69,8 @@ class TrainOptions(Options):
     """Trains one model on all devices and compares it with plain all-reduce.
 
     Examples:
-      jaxdist train
       jaxdist train --reducer ef:top_k:0.01 --text my-notes/ --steps 500
-      jaxdist train --sync diloco:H=20,warmup_steps=40 --save-every 50 --resume
-      jaxdist train --sync diloco:H=50 --islands s3://bucket/run-7 --name eu-1
+      jaxdist train --sync diloco:H=50 --islands s3://bucket/run-7 --save-every 50 --resume
       jaxdist train --engine ray --rule ad_psgd --workers 3
     """
 
@@ -98,8 +106,12 @@ class TrainOptions(Options):
     """With --islands: seconds until too few are an error (default: 3600)."""
     overlap: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
     """With --islands: exchange while training, and merge a round later."""
+    eager: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """With --overlap: take this island's share of the step at once."""
     keep_every: Integer = None
     """With --islands: rounds between kept parameters (default: 20)."""
+    owners: Integer = None
+    """With --islands: pieces of a mean, each averaged by one (default: 0)."""
     begin: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
     """With --islands: join a run that is there, and begin none."""
     store: Text = None
