@@ -9,14 +9,13 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from .._core.compat import shard_map, varying_axes
+from .._core.compat import mesh_axes_left_over, shard_map, varying_axes
 from .._core.trees import select_leaves
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.reducer import Extras, Reducer, shards_of
 from ..state.marks import PerWorker, axis_tuple, expand_specs, map_marked, with_value
 from ..state.parameter_specs import spec_axes, without_axes
-from .local_gradients import refuse_model_axes
 from .reduce_scatter import scattered_dimensions, scattering
 
 FLATTENED = (
@@ -69,6 +68,8 @@ def reduce_on_shards(
     kinds = _kinds(specs)
     specs = expand_specs(specs, updates)
     names = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} - set(axis_tuple(axis))
+    # Axes that shard the batch alone: inside a map over them the compiler divides no flattened leaf.
+    names = names or set(mesh_axes_left_over())
     if len(kinds) == 1:
         return _reduce_kind(reducer, updates, state, specs, names, axis, extras)
     reduced = {}
@@ -119,7 +120,6 @@ def _reduce_kind(
 ) -> tuple[Updates, State]:
     reducer, specs = _over_others(reducer, specs, axis, dict(jax.sharding.get_abstract_mesh().shape))
     if not names:
-        refuse_model_axes("this reducer", "name them in all_reduce(specs=)")
         reduced, state = reducer.reduce(updates, state, over(axis), extras)
         return reduced.mean, state
 

@@ -118,6 +118,28 @@ def test_only_the_reducers_bytes_cross_between_slices(kind):
     assert found == {"exact": 4 * entries + 4, "f16": 2 * entries + 4}
 
 
+@KINDS
+def test_parameters_may_be_whole_inside_a_slice(kind):
+    """Data parallelism inside slices: further axes shard the batch alone, and `specs=P()` says so."""
+    mesh = jax.make_mesh((2, 4), ("dcn", "data"), axis_types=(kind,) * 2)
+    params, x = {"w": jnp.ones((16, 8)), "b": jnp.ones(8)}, np.arange(128, dtype=np.float32).reshape(8, 16) / 128
+    reducer = jd.error_feedback(jd.compressed(jd.compressors.cast(jnp.float16)))
+    tx = optax.chain(jd.all_reduce(reducer, axis="dcn", specs=P()), optax.sgd(0.5))
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+
+    step = make_step(tx, loss_fn)
+    with jax.set_mesh(mesh):
+        state = jd.init_state(lambda: (params, tx.init(params)), mesh, axis="dcn", specs=P())
+        rows = jax.device_put(x, jax.NamedSharding(mesh, P(("dcn", "data"))))
+        program = jax.jit(step).lower(state, rows).compile()
+        (found, _), _ = program(state, rows)
+    assert between_slices(program, mesh) == 2 * (16 * 8 + 8) + 4
+    expected = jax.tree.map(lambda p, g: p - 0.5 * g, params, jax.grad(loss_fn)(params, x))
+    assert_close(found, expected, tolerance=2e-3)
+
+
 @pytest.mark.slow
 @KINDS
 def test_two_axes_may_shard_one_dimension(kind):
