@@ -38,7 +38,6 @@ def train(mesh, longest_whole):
             for _ in range(ROUNDS):
                 state, report = island.meet(step(state))
                 seen.append([float(np.asarray(state["params"])[0]), *report.members])
-            state, _ = island.leave(state)
         with jd.islands.join(store, tx, name="second", keep_every=10) as island:
             state = island.enter(state)
             seen.append(float(np.asarray(state["params"])[0]))
