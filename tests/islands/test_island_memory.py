@@ -49,7 +49,7 @@ def bytes_in_use():
     return sum(x.nbytes for x in jax.live_arrays()) + tracemalloc.get_traced_memory()[0]
 
 
-@pytest.mark.parametrize("reducer", REDUCERS)
+@pytest.mark.parametrize("reducer", ["exact", pytest.param("4 bits", marks=pytest.mark.slow)])
 def test_a_meeting_needs_no_more_than_a_fragment_beside_the_state(reducer, tmp_path, monkeypatch):
     """Before and after each program, which has a copy of its own of what NumPy gives it."""
     most = 0
