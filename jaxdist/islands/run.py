@@ -589,11 +589,13 @@ class Replay:
         if member in found.added:
             return
         let_go(found.total)
-        arrays = self.body(member[0], found.round)
-        weight = np.float32(member[1])
-        found.total, found.reducer = add_member(self.method, found.total, arrays, weight, reducer, self.received)
+        self._add_arrays(found, self.body(member[0], found.round), member[1], reducer)
         found.added.append(member)
         self._bodies.pop(member[0], None)
+
+    def _add_arrays(self, found: _Sum, arrays: list[Any], share: float, reducer: State) -> None:
+        weight = np.float32(share)
+        found.total, found.reducer = add_member(self.method, found.total, arrays, weight, reducer, self.received)
 
     def _sum_drifts(self, commit: Commit, number: int, shared: Shared, reducer: State) -> _Sum:
         """The sum of a round's drifts; with owners the mean, decoded, since `D` is linear where these are."""
@@ -606,8 +608,7 @@ class Replay:
         means, added = self._mean_of(commit, number), ((self.body(body, number), share) for body, share in members)
         found = _Sum(number, self.method.begin_total(shared.anchor), shared.reducer)
         for arrays, share in [(means, 1.0)] if self.run.owners else added:
-            weight = np.float32(share)
-            found.total, found.reducer = add_member(self.method, found.total, arrays, weight, reducer, self.received)
+            self._add_arrays(found, arrays, share, reducer)
         if self.plans[self.schedule.fragment_in(number)].renews:
             found.reducer = renew_reducer(self.method, shared.anchor, means, reducer, self.received)
         return found
