@@ -44,6 +44,17 @@ def send(others, states):
         other._outbox._sender.join()
 
 
+@contextlib.contextmanager
+def sent_by_others(store, own_store, tx, *, round_timeout):
+    """An island that has taken a step, and its state, after the others have taken and sent theirs."""
+    joining = islands.join(own_store, tx, name="a", round_timeout=round_timeout)
+    with joining as own, joined(store, tx) as others:
+        state, step = own.enter(begin(tx)), step_of(tx)
+        states = {name: step(other.enter(begin(tx)), goal) for (name, other), goal in zip(others.items(), GOALS[1:])}
+        send(others, states)
+        yield own, step(state, GOALS[0])
+
+
 def bytes_in_use():
     """Of arrays on devices, and of NumPy and of bytes on the host."""
     return sum(x.nbytes for x in jax.live_arrays()) + tracemalloc.get_traced_memory()[0]
@@ -105,16 +116,10 @@ def test_bodies_that_have_been_added_are_not_read_again_by_a_later_meeting():
         return function(*arguments)
 
     store = islands.memory()
-    with islands.join(wrap(store, count), tx, name="a", round_timeout=0.3) as own, joined(store, tx) as others:
-        state = own.enter(begin(tx))
-        states = {name: other.enter(begin(tx)) for name, other in others.items()}
-        step = step_of(tx)
-        for name, goal in zip(states, GOALS[1:]):
-            states[name] = step(states[name], goal)
-        send(others, states)
+    with sent_by_others(store, wrap(store, count), tx, round_timeout=0.3) as (own, state):
         read.clear()
         is_away[0] = True
-        state, report = own.meet(step(state, GOALS[0]))
+        state, report = own.meet(state)
         assert (report.offline, report.counted) == (True, False)
         is_away[0] = False
         state, report = own.meet(state)
@@ -138,14 +143,8 @@ def test_a_commit_of_others_than_were_added_is_added_again(left_out):
         return function(*arguments)
 
     store = islands.memory()
-    with islands.join(wrap(store, be_faster), tx, name="a", round_timeout=30) as own, joined(store, tx) as others:
-        state = own.enter(begin(tx))
-        states = {name: other.enter(begin(tx)) for name, other in others.items()}
-        step = step_of(tx)
-        for name, goal in zip(states, GOALS[1:]):
-            states[name] = step(states[name], goal)
-        send(others, states)
-        state, report = own.meet(step(state, GOALS[0]))
+    with sent_by_others(store, wrap(store, be_faster), tx, round_timeout=30) as (own, state):
+        state, report = own.meet(state)
         assert made == [True]
         assert report.members == tuple(name for name in ("a", *OTHERS) if name != left_out)
         assert_close(global_params(state), islands.read(store, tx, begin(tx).params)[1], tolerance=0)
