@@ -70,3 +70,9 @@ def run_process(command: list[str], settings: dict[str, str] | None = None) -> A
     if done.returncode:
         raise RuntimeError(f"{command} ended with status {done.returncode}: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def memory_of(process: int | str, kind: str) -> int:
+    """Bytes of memory that a process, or `"self"`, uses, `VmRSS`, or has used at most, `VmHWM`."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(kind)).split()[1])

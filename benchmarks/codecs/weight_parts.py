@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, append_rows
+from common import ROOT, append_rows, memory_of
 
 LEAVES = 8
 
@@ -96,7 +96,7 @@ def publish(given: argparse.Namespace) -> None:
     later = on_all(move)
     jax.block_until_ready(later(params, jax.random.key(1)))
     Path("/proc/self/clear_refs").write_text("5")
-    before, puts, seconds = read_memory("VmRSS"), [], []
+    before, puts, seconds = memory_of("self", "VmRSS"), [], []
     with jd.publish.open(store._replace(put=put), dtype=jnp.bfloat16, compare_on=given.compare_on) as out:
         for number in range(given.states):
             began = time.monotonic()
@@ -116,16 +116,10 @@ def publish(given: argparse.Namespace) -> None:
         "step": given.step,
         "anchor_bytes": sent["anchors"],
         "patch_bytes": sent["patches"],
-        "peak_copies": round((read_memory("VmHWM") - before) / whole, 3),
+        "peak_copies": round((memory_of("self", "VmHWM") - before) / whole, 3),
         "longest_put": round(max(puts), 4),
         "seconds": round(float(np.median(seconds[1:])), 4),
         "jax": jax.__version__,
         "load": os.getloadavg()[0],
     }
     print("ROW", json.dumps(row), flush=True)
-
-
-def read_memory(field: str) -> int:
-    """Bytes of resident memory, now (`VmRSS`) or at most since it was reset (`VmHWM`)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])

@@ -29,7 +29,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
-from common import append_rows
+from common import append_rows, memory_of
 
 import jaxdist as jd
 
@@ -102,12 +102,6 @@ def measured(row):
     most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found |= {"seconds": seconds, "before_bytes": before, "peak_bytes": peak, "process_peak_bytes": most}
     print(json.dumps(row | found | {"load": os.getloadavg()[0]}), flush=True)
-
-
-def memory_of(process, kind):
-    """Bytes that a process uses, `VmRSS`, or has used at most, `VmHWM`."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(kind)).split()[1])
 
 
 def start_islands(options, place, *more):
