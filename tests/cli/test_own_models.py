@@ -142,6 +142,8 @@ def test_given_arrays_and_functions(folder):
         ("own_models:arrays:3", "it takes no arguments"),
         ("own_models:absent", "unknown model 'own_models:absent'"),
         ("missing_module:make", "no module 'missing_module' in"),
+        ("own_model:make", "or on the path; did you mean own_models?"),
+        ("own_models.arrays", "did you mean own_models:arrays?"),
         ("gtp:tiny", "did you mean gpt?"),
     ],
 )

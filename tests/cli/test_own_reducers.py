@@ -80,6 +80,8 @@ def test_methods_take_reducers_of_ones_own(folder):
     ("text", "message"),
     [
         ("nowhere:diana", "no module 'nowhere' in {folder} or on the path; run in its folder, or set PYTHONPATH"),
+        ("own_reducer:code:4", "no module 'own_reducer' in {folder} or on the path; did you mean own_reducers\\?$"),
+        ("own_reducers.code", "did you mean own_reducers:code\\? known: exact"),
         ("own_reducers.py:ready", "no module 'own_reducers.py' .*or import it as own_reducers$"),
         ("own_reducers:codes:4", "did you mean code\\? known: code, around, optimizer in {folder}/own_reducers.py"),
         ("own_reducers:number", "number gives int; return a jaxdist.reducers.Reducer"),

@@ -270,7 +270,10 @@ def _hide_accelerators() -> None:
 def _parse_model(model: str) -> gpt.GPTConfig:
     kind, values, keywords = grammar.parse_call(model)
     if kind != "gpt":
-        raise ValueError(f"--model must be gpt:SIZE with one of {', '.join(gpt.SIZES)}, got {model!r}")
+        raise ValueError(
+            f"{grammar.suggest(kind, [])}--model must be gpt:SIZE with one of {', '.join(gpt.SIZES)}, or "
+            f"MODULE:FUNCTION of your own, got {model!r}"
+        )
     return grammar.call("model", model, parse.gpt_config, values, keywords)
 
 

@@ -122,9 +122,20 @@ def refuse_name(kind: str, text: str, name: str, names: Collection[str], *, list
       Traceback (most recent call last):
       ValueError: unknown reducer 'topk:0.1'; did you mean top_k? known: sign, top_k
     """
+    raise ValueError(f"unknown {kind} {text!r}; {suggest(name, names)}known: {listed or ', '.join(names)}")
+
+
+def suggest(name: str, names: Collection[str]) -> str:
+    """What a name was meant for, as `did you mean top_k? `: the nearest of the names, or a module of this folder."""
+    module, _, last = name.rpartition(".")
+    if module in _modules_here():
+        return f"did you mean {module}:{last}? "
     near = difflib.get_close_matches(name.lower(), names, 1)
-    suggestion = f"did you mean {near[0]}? " if near else ""
-    raise ValueError(f"unknown {kind} {text!r}; {suggestion}known: {listed or ', '.join(names)}")
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def _modules_here() -> list[str]:
+    return [path.stem for path in Path.cwd().glob("*.py")]
 
 
 class Imported(NamedTuple):
@@ -161,11 +172,17 @@ def import_name(kind: str, text: str, spelled: Imported, names: Collection[str])
     except Exception as problem:
         if isinstance(problem, ModuleNotFoundError) and f"{module}.".startswith(f"{problem.name}."):
             # `eff:top_k:0.1` has the form of a module too.
-            if difflib.get_close_matches(module.lower(), names, 1):
+            here = _modules_here()
+            near = difflib.get_close_matches(module.lower(), [*here, *names], 1)
+            if near and near[0] not in here:
                 refuse_name(kind, text, module, names)
-            advice = f"import it as {module.removesuffix('.py')}" if module.endswith(".py") else "set PYTHONPATH"
+            advice = "run in its folder, or set PYTHONPATH"
+            if module.endswith(".py"):
+                advice = f"run in its folder, or import it as {module.removesuffix('.py')}"
+            elif near:
+                advice = f"did you mean {near[0]}?"
             raise ValueError(
-                f"{kind} {text!r}: no module {module!r} in {Path.cwd()} or on the path; run in its folder, or {advice}"
+                f"{kind} {text!r}: no module {module!r} in {Path.cwd()} or on the path; {advice}"
             ) from None
         lines = traceback.extract_tb(problem.__traceback__)
         # The line that its author can change, where there is one: not that of a function which it calls.

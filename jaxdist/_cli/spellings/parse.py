@@ -389,7 +389,10 @@ def parse_workload(name: str, model: str | None = None, *, path: str | Path | No
     # gpt reads bytes and convnet images: a model of the other workload is a mistake.
     kind, values, keywords = parse_call(model)
     if kind != MODELS[name]:
-        raise ValueError(f"the workload {name!r} has the model {MODELS[name]!r}, got {model!r}")
+        raise ValueError(
+            f"{grammar.suggest(kind, [])}the workload {name!r} has the model {MODELS[name]!r}, or MODULE:FUNCTION of "
+            f"your own, got {model!r}"
+        )
     # Imported here, since each needs packages that the other does not.
     if name == "digits":
         if path is not None:
