@@ -192,13 +192,25 @@ def _check_size(
 ) -> None:
     """ω and δ for sizes for which they are stated; for others a contraction loses no more than x."""
     sizes = np.abs(x[x != 0])
-    detail = f"{kind} from {np.min(sizes):.3g} to {np.max(sizes):.3g}" if sizes.size else kind
+    detail = f"{kind}, {_spell_sizes(sizes)}" if sizes.size else kind
     check_law("finite values decode to finite ones", np.isfinite(decoded).all(), x, f"got {decoded[0]}{detail}")
     # Beyond the stated magnitudes ω is not checked, and δ is 0.
     if (sizes < np.float32(stated[0])).any() or (sizes > np.float32(stated[1])).any():
         delta = None if compressor.contraction is None else lambda shape: 0.0
         compressor = compressor._replace(variance=None, contraction=delta)
     _check_error(compressor, x, decoded, rare=True, detail=detail)
+
+
+def _spell_sizes(sizes: np.ndarray) -> str:
+    """The magnitudes of entries, and the cure of what holds for ordinary ones and fails for these."""
+    smallest, largest = (f"{end:.3g}" for end in (np.min(sizes), np.max(sizes)))
+    entries = f"entries of {smallest}" if smallest == largest else f"entries from {smallest} to {largest}"
+    if np.min(sizes) > 1e-6 and np.max(sizes) < 1e6:
+        return entries
+    return (
+        f"{entries}: before you multiply, divide or square, scale by jnp.ldexp and the exponent of the largest, from "
+        "jnp.frexp, or pass the range for which the bound is stated as magnitudes="
+    )
 
 
 def _check_error(

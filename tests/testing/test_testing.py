@@ -141,6 +141,18 @@ def test_a_compressor_that_raises_is_told_the_law(law):
     assert caught.value.__cause__ is not None
 
 
+def test_a_code_that_loses_extreme_entries_is_told_their_magnitude():
+    squares = Compressor(
+        lambda x, key: x * jnp.abs(x),
+        lambda p, like: (jnp.sign(p) * jnp.sqrt(jnp.abs(p))).astype(like.dtype),
+        contraction=lambda shape: 0.9,
+    )
+    with pytest.raises(
+        AssertionError, match=r"law 'contraction' broken .*, entries from 4.6e-21 to .*: before you .* jnp.frexp"
+    ):
+        assert_compressor_laws(squares, shapes=[(3,)], dtypes=[jnp.float32])
+
+
 def test_extras_must_be_accepted():
     with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given") as caught:
         assert_reducer_laws(Reducer(lambda like: (), strict), like=LIKE)
