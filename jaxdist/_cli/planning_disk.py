@@ -103,13 +103,20 @@ def plan_layers(
         crossed = read + inputs / one.devices
     crossing = crossed / one.chip.host_bandwidth
     fits = peak <= one.chip.memory
+    advice = ("fewer examples on each device (--batch), or tiles of a layer: offload.tiled_dense",)
+    if fits:
+        advice = ()
+    if fits and place == "host" and computed + waiting > 0:
+        # What is on the device beside the parts of the model grows with the batch.
+        room = 1 + (one.chip.memory - peak) / max(1.0, device["batch"] + device["temporaries"])
+        advice = _advise_examples(examples, one.devices, min(crossing / (computed + waiting), room))
     return one._replace(
         parameters=parameters,
         fits=fits,
         device_bytes={name: float(size) for name, size in device.items()},
         host_bytes={name: float(size) for name, size in host.items()},
         peak=peak,
-        advice=() if fits else ("fewer examples on each device (--batch), or tiles of a layer: offload.tiled_dense",),
+        advice=advice,
         compile_seconds=one.compile_seconds + two.compile_seconds,
         seconds=max(computed + waiting, crossing),
         compute_seconds=computed,
@@ -126,6 +133,19 @@ def plan_layers(
             f"see offload.{'nvme' if place == 'disk' else 'host'}_layers",
             *([pinned] if pinned else []),
         ),
+    )
+
+
+def _advise_examples(examples: int, devices: int, times: float) -> tuple[str, ...]:
+    """A batch so many times as large, if that is worth a try, in two digits."""
+    each = int(examples * times / devices)
+    unit = 10 ** max(0, len(str(each)) - 2)
+    more = each // unit * unit * devices
+    if more < 1.25 * examples:
+        return ()
+    return (
+        f"--batch {more}: the link to the host decides how long a step takes, and so many examples are computed "
+        "meanwhile",
     )
 
 

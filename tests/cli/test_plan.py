@@ -200,6 +200,15 @@ def test_layers_on_a_disk_leave_a_few_on_the_device(four, monkeypatch, capsys):
         assert "leave --sync and --zero out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("examples", "devices", "times", "batch"),
+    [(8, 1, 8.6, 68), (8, 4, 8.6, 68), (100, 1, 1.2, None), (4, 1, 333.3, 1300)],
+)
+def test_a_step_that_waits_for_the_host_is_told_how_many_examples_hide_it(examples, devices, times, batch):
+    advice = planning_disk._advise_examples(examples, devices, times)
+    assert [int(line.split()[1].rstrip(":")) for line in advice] == ([batch] if batch else [])
+
+
 def test_layers_on_the_host_leave_three_on_the_device(four, workload, monkeypatch, capsys):
     config, method = gpt.SIZES["tiny"]._replace(layers=40), parse.parse_method("exact", "adam:1e-3")
     plan = planning.plan
@@ -218,6 +227,8 @@ def test_layers_on_the_host_leave_three_on_the_device(four, workload, monkeypatc
     # The moments of three layers, which from a disk are updated on the host.
     assert host.peak - disk.peak == host.device_bytes["optimizer state"] == 2 * host.device_bytes["parameters"]
     assert host.seconds >= 16 * n / host.chip.host_bandwidth
+    assert "the link to the host decides" in host.advice[0]
+    assert disk.advice == ()
     assert any("offload.host_layers" in line for line in host.warnings)
     assert main(["plan", "--target", "h100:1x1", "--model", MODEL, "--offload", "host_layers", "--zero", "3"]) == 2
     assert "--offload host_layers averages" in capsys.readouterr().err
