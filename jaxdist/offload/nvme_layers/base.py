@@ -83,7 +83,8 @@ def nvme_layers(
     Args:
       stack: the model.
       inner: an entrywise optimizer (Adam, SGD, Lion, with schedules, weight decay); it sees one part at a time, so
-        masks and labels are functions.
+        masks and labels are functions. It updates parameters in the dtype that `init` was given: let that be float32,
+        and let the functions of the stack cast them to compute in bfloat16.
       store: the folder; `host_bytes` bounds the buffers.
       prefetch: the parts that are read ahead while one is computed; 2 overlaps reads, computation and writes.
       clip_norm: clips gradients by their norm over all parts.
