@@ -1,7 +1,6 @@
 """Runs a step that is written for one worker on every worker of a mesh."""
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -25,6 +24,7 @@ from ..state.marks import (
     check_batch_usable,
     check_usable,
     cutting_marks,
+    expand_specs,
     flatten_marks,
     is_spec,
     run_in_view,
@@ -210,8 +210,8 @@ def check_batch_specs(batch: PyTree, specs: PyTree | None, where: Place, axes: t
 def _check_given_specs(batch: PyTree, specs: PyTree, where: Place, axes: tuple[str, ...]) -> None:
     """Checks that the user's specs name axes of the step and divide the arrays."""
 
-    def check_part(spec, part):
-        for leaf, (dimension, names) in itertools.product(jax.tree.leaves(part), enumerate(spec)):
+    def check_leaf(leaf, spec):
+        for dimension, names in enumerate(spec):
             unknown = set(axis_tuple(names)) - set(axes)
             if unknown:
                 raise ValueError(f"batch_specs names the axis {min(unknown)!r}, but the axes of the workers are {axes}")
@@ -222,7 +222,7 @@ def _check_given_specs(batch: PyTree, specs: PyTree, where: Place, axes: tuple[s
                     "batch_specs"
                 )
 
-    jax.tree.map(check_part, specs, batch, is_leaf=is_spec)
+    jax.tree.map(check_leaf, batch, expand_specs(specs, batch, "batch_specs"))
 
 
 def _reshard(trees: Any, specs: Any, distributed: _Distributed) -> Any:

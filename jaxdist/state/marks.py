@@ -338,9 +338,26 @@ def spec_entry(axis: AxisNames) -> Any:
     return names[0] if len(names) == 1 else names
 
 
-def expand_specs(specs: PyTree, tree: PyTree) -> PyTree:
-    """Expands a prefix of a tree to one PartitionSpec for each leaf."""
-    return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)
+def expand_specs(specs: PyTree, tree: PyTree, name: str = "specs") -> PyTree:
+    """Expands a prefix of a tree to one PartitionSpec for each leaf; raises ValueError if it is none."""
+    try:
+        return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(_explain_specs(name, specs, tree)) from error
+
+
+def _explain_specs(name: str, specs: PyTree, tree: PyTree) -> str:
+    given = [path for path, _ in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)]
+    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    without = [path for path in leaves if not any(path[: len(spec)] == spec for spec in given)]
+    unused = [spec for spec in given if not any(path[: len(spec)] == spec for path in leaves)]
+    found = [f"there is none for {jax.tree_util.keystr(path)}" for path in without[:1]]
+    found += [f"nothing is at {jax.tree_util.keystr(spec)}" for spec in unused[:1]]
+    types = f"they are a {type(specs).__name__} for a {type(tree).__name__}"
+    return (
+        f"{name} must have a PartitionSpec for each array, in a tree like theirs or a prefix of it: "
+        f"{', and '.join(found) or types}"
+    )
 
 
 def split_axes(specs: Sequence[PartitionSpec]) -> list[list[tuple[str, ...]]]:

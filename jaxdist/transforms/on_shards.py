@@ -181,6 +181,8 @@ def _mesh_sizes(specs: PyTree) -> dict[str, int]:
 
 
 def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> tuple[int, ...]:
+    if len(spec) > len(shape):
+        raise ValueError(f"{spec} is for an array of {len(spec)} dimensions, and a parameter has the shape {shape}")
     out = list(shape)
     for dimension, part in enumerate(spec):
         parts = math.prod(sizes[name] for name in spec_axes(PartitionSpec(part)))

@@ -99,6 +99,12 @@ def test_the_order_of_axes_decides_which_worker_gets_which_rows():
             lambda step: jd.simulate(step, 4, batch_specs=PartitionSpec("nope"))(None, {"x": jnp.ones(8)}),
             "batch_specs names the axis 'nope'",
         ),
+        (
+            lambda step: jd.simulate(step, 4, batch_specs={"x": PartitionSpec("data")})(
+                None, {"x": jnp.ones(8), "y": jnp.ones(8)}
+            ),
+            r"batch_specs must have a PartitionSpec for each array, .*: there is none for \['y'\]",
+        ),
         (lambda step: jd.simulate(step, 2, axis=None), "axis=None is a single worker without an axis, got workers=2"),
         (lambda step: jd.make_mesh({"data": 0}), "number of devices of axis 'data' must be at least 1, got 0"),
     ],

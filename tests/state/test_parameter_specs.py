@@ -1,5 +1,6 @@
 """The user's own shardings over axes other than the workers': states are made with them, and keep them."""
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 import jax
@@ -121,3 +122,19 @@ def test_specs_of_no_array_are_refused():
         jd.init_state(make_state, make_mesh(), axis="dcn", specs={"u": P("fsdp")})
     with pytest.raises(ValueError, match=r"pass its spec, sharding\.spec"):
         jd.init_state(make_state, make_mesh(), axis="dcn", specs={"w": jax.NamedSharding(make_mesh(), P())})
+
+
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        ({"layers": SPECS["layers"], "w": P("model")}, r"for each array, .*: there is none for \['norm'\]$"),
+        (SPECS | {"bias": P()}, r"nothing is at \['bias'\]$"),
+        ({"layers": P(), "v": P(), "norm": P()}, r"there is none for \['w'\], and nothing is at \['v'\]$"),
+        (OrderedDict(SPECS), r"they are a OrderedDict for a dict$"),
+        (SPECS | {"norm": P(None, "fsdp")}, r"for an array of 2 dimensions, and a parameter has the shape \(8,\)"),
+    ],
+)
+def test_specs_that_do_not_fit_the_parameters_are_refused(specs, said):
+    tx = jd.all_reduce(jd.exact(), axis="dcn", specs=specs)
+    with jax.set_mesh(make_mesh()), pytest.raises(ValueError, match=said):
+        tx.init(make_params())
