@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
-from jaxdist._cli import planning, planning_disk
+from jaxdist._cli import planning, planning_disk, running
 from jaxdist._cli.commands import plan as plans
 from jaxdist._cli.main import main
 from jaxdist._cli.models import base as layering
@@ -198,6 +198,19 @@ def test_layers_on_a_disk_leave_a_few_on_the_device(four, monkeypatch, capsys):
     for refused in (["--zero", "3"], ["--sync", "diloco:H=4"]):
         assert main(["plan", "--target", "h100:1x1", "--model", MODEL, "--offload", "layers", *refused]) == 2
         assert "leave --sync and --zero out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("devices", "network"), [(1, ""), (4, ", waiting for the network 2.0 ms (4%)")])
+def test_one_device_does_not_wait_for_a_network(devices, network, capsys):
+    counted = {"parameters": 8, "fits": True, "device_bytes": {}, "host_bytes": {}, "peak": 0.0, "advice": ()}
+    times = {"seconds": 0.05, "compute_seconds": 0.008, "exposed_seconds": 0.002 * (devices > 1), "flops": 1e12}
+    found = planning.Planned("own", devices, cost.CHIPS["rtx4090"], **counted, compile_seconds=1.0, **times)
+    plans._print_times(running.new_console(), found)
+    host = "40.0 ms (80%)" if devices > 1 else "42.0 ms (84%)"
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(
+        f"step at best 50.0 ms: computation 8.0 ms{network}, waiting for the host {host}; 20 TFLOP/s"
+    )
 
 
 @pytest.mark.parametrize(

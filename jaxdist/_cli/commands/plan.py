@@ -319,16 +319,20 @@ def _print_communication(console: Console, found: planning.Planned, units: Units
 
 def _print_times(console: Console, found: planning.Planned, units: int = 0, unit: str = "") -> None:
     rest = found.seconds - found.compute_seconds - found.exposed_seconds
-    host = f", for the host {_duration(rest)}" if rest > 0.005 * found.seconds else ""
+    waits = {"host": rest} if rest > 0.005 * found.seconds else {}
+    if found.devices > 1:
+        waits = {"network": found.exposed_seconds} | waits
+    waiting = "".join(
+        f", waiting for the {name} {_duration(seconds)} ({seconds / found.seconds:.0%})"
+        for name, seconds in waits.items()
+    )
     rate = f"{units / found.seconds:,.0f} {unit}/s, " if units else ""
     note = "Computation as measured on an H100, every link at its full bandwidth."
     if not found.chip.is_measured:
         note = "At best: every operation at its roofline, every link at its full bandwidth."
     console.print(
-        f"{_name_of_step(found)} {_duration(found.seconds)}: computation {_duration(found.compute_seconds)}, "
-        f"waiting for the network {_duration(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%})"
-        f"{host}; {rate}{found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a "
-        "device",
+        f"{_name_of_step(found)} {_duration(found.seconds)}: computation {_duration(found.compute_seconds)}{waiting}; "
+        f"{rate}{found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a device",
         highlight=False,
     )
     console.print(f"{note} Use it to compare plans.", style="dim")
@@ -373,7 +377,8 @@ def draw_plan(planned: planning.Planned, path: str | Path, *, title: str) -> Pat
     whole, close = right.subplots(2, 1)
     end = max(span.end for span in planned.spans)
     _draw_lanes(whole, planned.spans, (0.0, end))
-    waiting = f", {planned.exposed_seconds / planned.seconds:.0%} of it waiting for the network"
+    share = planned.exposed_seconds / planned.seconds
+    waiting = f", {share:.0%} of it waiting for the network" if planned.devices > 1 else ""
     seconds = EngFormatter(unit="s", places=0 if planned.seconds >= 1e-3 else 1)(planned.seconds)
     label(whole, f"one {_name_of_step(planned)}: {seconds}{waiting}", size=10)
     # Away from the start, where no collective has begun.
