@@ -103,3 +103,12 @@ def test_results_are_checked_before_anything_runs(tmp_path, make, name, function
         # The loss alone needs none, and the state is whole.
         assert jnp.isfinite(call("loss", make_batch(0)))
         assert ran
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_masks_of_the_whole_model_are_refused(tmp_path, where):
+    inner, params = optax.adamw(0.1, mask={"embed": True, "layers": True, "head": False}), make_params(2)
+    store = offload.Store(tmp_path)
+    run = offload.host_layers(STACK, inner) if where == "host" else offload.nvme_layers(STACK, inner, store)
+    with pytest.raises(ValueError, match=r"masks or labels for the whole model, .*: pass a function of the parameters"):
+        run.init(params["layers"].__getitem__, 2, embed=params["embed"], head=params["head"])

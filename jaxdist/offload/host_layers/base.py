@@ -17,8 +17,8 @@ from ...reducers.exact import exact
 from ...reducers.reducer import Reducer
 from ...transforms.extra_args import with_extra_args
 from ..host import with_master
-from ..layers.stack import LayerStack, Programs, StepConfig, check_layer, configure
-from ..nvme.model import Model, describe
+from ..layers.stack import LayerStack, Programs, StepConfig, check_layer, configure, describe_part
+from ..nvme.model import Model
 from .step import HostStep, LayerState, hold
 from .update import PartUpdate, check_optimizer, compile_update
 
@@ -134,7 +134,7 @@ class _HostLayers(NamedTuple):
     def init(self, layer: Callable[[int], PyTree], count: int, *, embed: PyTree, head: PyTree) -> HostLayersState:
         check_range("count", count, 1)
         first = layer(0)
-        models = [describe(self.inner, tree, None) for tree in (embed, first, head)]
+        models = [describe_part(self.inner, tree) for tree in (embed, first, head)]
         for tree in (embed, first, head):
             check_optimizer(self.inner, tree)
         self._check_pinned_memory([models[0], *[models[1]] * count, models[2]])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._core.compat import shard_map
@@ -17,7 +18,7 @@ from ...reducers.reducer import NO_EXTRAS, Law, Reducer
 from ...state.marks import axis_tuple
 from ...transforms.local_gradients import reduce_weighted
 from ...transforms.weights import scale_leaves, weight_of
-from ..nvme.model import Model
+from ..nvme.model import Model, describe
 
 
 class LayerStack(NamedTuple):
@@ -292,6 +293,19 @@ def _check_reducer(reducer: Reducer) -> None:
             f"the gradient of a layer is averaged when it has been computed, and nothing is kept of it, but {reducer} "
             "keeps residuals or random keys from step to step: use exact()"
         )
+
+
+def describe_part(inner: optax.GradientTransformationExtraArgs, params: PyTree) -> Model:
+    """`describe` for the parameters of one part, which are all that the optimizer sees."""
+    try:
+        return describe(inner, params, None)
+    except ValueError as error:
+        if "pytree structure error" not in str(error):
+            raise
+        raise ValueError(
+            "the optimizer has masks or labels for the whole model, but it sees the embedding, a layer or the head "
+            "alone: pass a function of the parameters that returns them"
+        ) from error
 
 
 def check_layer(model: Model, tree: PyTree, number: int) -> list[Any]:

@@ -14,11 +14,11 @@ from ..._core.types import Array, AxisNames, PyTree, State
 from ...reducers.exact import exact
 from ...reducers.reducer import Reducer
 from ...transforms.extra_args import with_extra_args
-from ..layers.stack import LayerStack, StepConfig, check_layer, configure
+from ..layers.stack import LayerStack, StepConfig, check_layer, configure, describe_part
 from ..nvme.disk import Access, Disk
 from ..nvme.files import Store, StreamedStats, check_store, folder_of_process
 from ..nvme.folder import StreamedFolder
-from ..nvme.model import Model, describe
+from ..nvme.model import Model
 from .parts import PartProgram, StackPart, init_program, lay_out_parts, reshape_vectors, update_program
 from .step import DiskStep
 
@@ -164,7 +164,7 @@ class _LayerStream(StreamedFolder[_Opened]):
         check_range("count", count, 1)
         trees = [jax.tree.map(np.asarray, tree) for tree in (embed, layer(0), head)]
         # On disk are the parameters that the optimizer updates: `master`.
-        models = [describe(self.inner, tree, None)._replace(master=True) for tree in trees]
+        models = [describe_part(self.inner, tree)._replace(master=True) for tree in trees]
         store = self.store
         folder = folder_of_process(store.path, 0, 1)
         disk = Disk(folder, direct=store.direct, durable=store.durable, wait=store.wait, progress=store.progress)
