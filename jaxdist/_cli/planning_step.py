@@ -7,9 +7,8 @@ from typing import Any
 import jax
 
 from ..analysis import cost
-from ..analysis.base import Collective
+from ..analysis.base import Collective, crossing
 from ..analysis.collectives import collectives
-from ..analysis.crossing import crossing
 from ..analysis.memory import memory
 from ..reducers.reducer import Reducer
 from . import planning

@@ -1,10 +1,14 @@
-"""The record of a collective: its kind, groups and dtype, and the bytes that a ring sends for it."""
+"""The record of a collective: its kind, groups and dtype, the bytes that a ring sends for it, and what it crosses."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from .._core.types import AxisNames
+from ..state.marks import axis_tuple
 
 BRANCHES = ("max", "min", "all")
 
@@ -67,6 +71,24 @@ class Collectives(NamedTuple):
     def padded_wire_bytes(self) -> float:
         """`wire_bytes` with the padding of the buffers, see `Collective.padded_bytes`."""
         return float(sum(op.padded_wire_bytes for op in self.ops))
+
+    def across(self, mesh: Mesh | AbstractMesh, axis: AxisNames) -> "Collectives":
+        """Returns those between workers that differ in their place along this axis of the mesh, or one of several.
+
+        Raises:
+          ValueError: the mesh has no such axis, or fewer devices than the program.
+
+        Examples:
+          >>> import jax
+          >>> from jaxdist.analysis import logical_collectives
+          >>> mesh = jax.sharding.AbstractMesh((2, 4), ("pod", "data"))
+          >>> both = lambda x: jax.lax.pmax(jax.lax.pmean(x, "data"), "pod")
+          >>> sent = logical_collectives(both, jax.ShapeDtypeStruct((64,), "float32"), axis_sizes=dict(mesh.shape))
+          >>> sent.wire_bytes, sent.across(mesh, "pod").wire_bytes, sent.across(mesh, "data").wire_bytes
+          (640.0, 256.0, 384.0)
+        """
+        crosses = crossing(mesh, axis)
+        return summarize([op for op in self.ops if crosses(op)], self.warnings)
 
 
 def dtype_name(op: Collective) -> str:
@@ -195,6 +217,28 @@ def check_branch(branch: str) -> None:
 def summarize(ops: Sequence[Collective], warnings: Sequence[str]) -> Collectives:
     """Sums over `ops`; equal warnings are kept once."""
     return Collectives(tuple(ops), float(sum(op.wire_bytes for op in ops)), tuple(dict.fromkeys(warnings)))
+
+
+def crossing(mesh: Mesh | AbstractMesh, axis: AxisNames) -> Callable[[Collective], bool]:
+    """Returns a function: whether a collective has a group of workers that differ in their place along the axis.
+
+    Raises:
+      ValueError: the mesh has no such axis; the function, if the program runs on more devices than the mesh has.
+    """
+    names = axis_tuple(axis)
+    if absent := [name for name in names if name not in mesh.axis_names]:
+        raise ValueError(f"the mesh has no axis {absent[0]!r}, its axes are {', '.join(map(str, mesh.axis_names))}")
+    sizes = tuple(mesh.shape.values())
+    places = np.indices(sizes).reshape(len(sizes), -1)[[mesh.axis_names.index(name) for name in names]]
+
+    def crosses(op: Collective) -> bool:
+        # Groups that the text does not state are of all devices.
+        groups = op.replica_groups if op.replica_groups is not None else (tuple(range(places.shape[1])),)
+        if max((member for group in groups for member in group), default=0) >= places.shape[1]:
+            raise ValueError(f"the program runs on more than the {places.shape[1]} devices of the mesh: pass its own")
+        return any(len(np.unique(places[:, list(group)], axis=1).T) > 1 for group in groups)
+
+    return crosses
 
 
 def table(found: Collectives) -> str:

@@ -1,6 +1,6 @@
 """What a test expects of the collectives of a program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,6 @@ from .._core.checks import check_count, check_range
 from .._core.types import AxisNames, Number
 from ..analysis.base import Collective, Collectives, dtype_name, spell_loops, summarize, table
 from ..analysis.collectives import collectives
-from ..analysis.crossing import crossing
 from ..analysis.hlo_reader import Program, bits_of
 
 KINDS = {
@@ -103,9 +102,12 @@ def expect(
     }
     given = {name: limit for name, limit in limits.items() if limit is not None}
     _check(given, wire_bytes, dtype, times, outside_loops, spare_bytes)
+    if (mesh is None) != (axis is None):
+        raise ValueError("mesh and axis go together, as in mesh=mesh, axis='data'")
     found = program if isinstance(program, Collectives) else collectives(program)
-    crosses = _crossing(mesh, axis)
-    large = [op for op in found.ops if op.bytes * op.count > spare_bytes and crosses(op)]
+    if mesh is not None:
+        found = found.across(mesh, axis)
+    large = [op for op in found.ops if op.bytes * op.count > spare_bytes]
     named = [kind for name in given for kind in KINDS[name]]
     others = [op for op in large if given and op.kind not in named]
     seen = [op for op in large if op not in others]
@@ -123,8 +125,7 @@ def expect(
         looped = [op for op in seen if any(length != 1 for length in op.loops)]
         problems += [f"{_spell(op)} is inside a loop of {spell_loops(op)} iterations" for op in looped]
     if problems:
-        crossing = summarize([op for op in found.ops if crosses(op)], found.warnings)
-        raise AssertionError("\n".join([*dict.fromkeys(problems), table(crossing)]))
+        raise AssertionError("\n".join([*dict.fromkeys(problems), table(found)]))
     return summarize(seen, found.warnings)
 
 
@@ -145,12 +146,6 @@ def _check(
     if times is not None:
         check_count("times", times, 0)
     check_count("spare_bytes", spare_bytes, 0)
-
-
-def _crossing(mesh: Mesh | AbstractMesh | None, axis: AxisNames) -> Callable[[Collective], bool]:
-    if (mesh is None) != (axis is None):
-        raise ValueError("mesh and axis go together, as in mesh=mesh, axis='data'")
-    return (lambda op: True) if mesh is None else crossing(mesh, axis)
 
 
 def _check_kind(kinds: Sequence[str], limit: float, seen: Sequence[Collective], spare: int) -> list[str]:

@@ -11,7 +11,6 @@ from problems import assert_close
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.analysis.crossing import crossing
 
 EXPLICIT = pytest.param(AxisType.Explicit, id="explicit", marks=pytest.mark.slow)
 KINDS = pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, id="auto"), EXPLICIT])
@@ -111,8 +110,7 @@ def test_gradients_are_sent_in_codes_and_updates_once(kind, stage):
     for name, reducer in {"exact": jd.exact(), "int8": jd.two_shot(jd.compressors.int8())}.items():
         tx = jd.zero_redundancy(optimizer(), stage=stage, reducer=reducer, specs=SPECS)
         program = run(tx, stage, kind, steps=0)[2]
-        crosses = crossing(make_mesh(kind), "data")
-        ops = [op for op in analysis.collectives(program).ops if crosses(op)]
+        ops = analysis.collectives(program).across(make_mesh(kind), "data").ops
         scattered = sum(op.wire_bytes for op in ops if op.kind in ("all-to-all", "reduce-scatter"))
         sent[name] = scattered, sum(op.wire_bytes for op in ops if op.kind == "all-gather")
     # Of both matrices, three quarters of the half that this device has.

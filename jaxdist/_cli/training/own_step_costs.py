@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from ... import analysis
 from ..._core.types import Like, PyTree
-from ...analysis.base import Collectives, summarize
-from ...analysis.crossing import crossing
+from ...analysis.base import Collectives
 from ...analysis.step_time import StepCost, traffic
 from ...reducers.exact import exact
 from ...reducers.reducer import Reducer
@@ -51,8 +50,7 @@ def trace_own_step(name: str, make: MakeStep, reducer: Reducer, axes: Mapping[st
         found = make(mesh, _recorded(reducer, likes)).collectives(name)
     if not likes:
         raise ValueError(f"{name} does not use its reducer: give it to jaxdist.all_reduce")
-    crosses = crossing(mesh, next(iter(axes)))
-    between = summarize([op for op in found.ops if crosses(op)], found.warnings)
+    between = found.across(mesh, next(iter(axes)))
     return OwnTrace(reducer, tuple(likes), between, axes)
 
 
