@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import P
+from jax.sharding import AxisType
 
 import jaxdist as jd
 
@@ -22,16 +22,15 @@ mesh = jax.make_mesh((2, 2, 2), ("dcn", "fsdp", "model"), axis_types=(AxisType.A
 jax.set_mesh(mesh)
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, STEPS = 2, 64, 4, 32, 32, 20
 TEXT = np.fromfile(typing.__file__, np.uint8)
-SHAPES = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-SHAPES = {"embed": (256, WIDTH), "layers": {name: (LAYERS, *shape) for name, shape in SHAPES.items()}}
+SHAPES = {"down": (4 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 4 * WIDTH)}
+SHAPES = {"embed": (256, WIDTH)} | {name: (LAYERS, *shape) for name, shape in SHAPES.items()}
 ROWS, COLUMNS = P(None, "model", "fsdp"), P(None, "fsdp", "model")
-SPECS = {"embed": P("model", "fsdp"), "layers": {"qkv": COLUMNS, "out": ROWS, "up": COLUMNS, "down": ROWS}}
+SPECS = {"embed": P("model", "fsdp"), "qkv": COLUMNS, "out": ROWS, "up": COLUMNS, "down": ROWS}
 
 
 def init_params():
-    leaves, structure = jax.tree.flatten(SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    return structure.unflatten([0.1 * jax.random.normal(key, shape) for key, shape in zip(keys, leaves, strict=True)])
+    keys = jax.random.split(jax.random.key(0), len(SHAPES))
+    return {name: 0.1 * jax.random.normal(key, SHAPES[name]) for name, key in zip(SHAPES, keys, strict=True)}
 
 
 def norm(x):
@@ -40,18 +39,17 @@ def norm(x):
 
 def apply_layer(x, layer):
     q, k, v = jnp.split((norm(x) @ layer["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(jnp.tri(CONTEXT, dtype=bool)[None, None], scores, -1e9))
-    x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ layer["out"]
+    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ layer["out"]
     x = x + jax.nn.gelu(norm(x) @ layer["up"]) @ layer["down"]
     return jax.lax.with_sharding_constraint(x, P("fsdp")), None
 
 
 def loss_fn(params, batch):
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    table = jax.lax.with_sharding_constraint(params["embed"], P())  # gathered before the look-up, not after
-    x, _ = jax.lax.scan(jax.checkpoint(apply_layer), table[batch[:, :-1]], params["layers"])
-    logits = (norm(x) @ params["embed"].T).astype(jnp.float32)
+    layers = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    embed = layers.pop("embed")
+    table = jax.lax.with_sharding_constraint(embed, P())  # gathered before the look-up, not after
+    x, _ = jax.lax.scan(jax.checkpoint(apply_layer), table[batch[:, :-1]], layers)
+    logits = (norm(x) @ embed.T).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
@@ -67,23 +65,15 @@ def train(name, first, value_and_grad):
     state = jd.init_state(lambda: (init_params(), tx.init(init_params())), mesh, axis="dcn", specs=SPECS)
     step, rng, losses = jax.jit(train_step, donate_argnums=0), np.random.default_rng(0), []
     for _ in range(STEPS):
-        starts = rng.integers(0, len(TEXT) - CONTEXT, (BATCH, 1))
-        batch = TEXT[starts + np.arange(CONTEXT + 1)].astype(np.int32)
-        batch = jax.device_put(batch, NamedSharding(mesh, P(("dcn", "fsdp"))))
+        rows = TEXT[rng.integers(0, len(TEXT) - CONTEXT, (BATCH, 1)) + np.arange(CONTEXT + 1)].astype(np.int32)
+        batch = jax.device_put(rows, P(("dcn", "fsdp")))
         state, loss = step(state, batch)
         losses.append(float(loss))
-    between, inside = bytes_sent(step.lower(state, batch))
-    print(
-        f"{name:9} loss {losses[0]:.3f} to {losses[-1]:.3f}; {between:,.0f} bytes between slices, {inside:,.0f} inside"
-    )
+    sent = jd.analysis.collectives(step.lower(state, batch))
+    between = sent.across(mesh, "dcn").wire_bytes
+    sizes = f"{between:,.0f} bytes between slices, {sent.wire_bytes - between:,.0f} inside"
+    print(f"{name:9} loss {losses[0]:.3f} to {losses[-1]:.3f}; {sizes}")
     return between
-
-
-def bytes_sent(step):  # by a device in collectives with other slices, and in those of one slice
-    sent, size = [0.0, 0.0], mesh.size // mesh.shape["dcn"]
-    for op in jd.analysis.collectives(step).ops:
-        sent[all(len({device // size for device in group}) == 1 for group in op.replica_groups)] += op.wire_bytes
-    return sent
 
 
 def main():

@@ -115,13 +115,9 @@ def train(mesh, reducer):
 
 
 def sent(step, mesh):
-    """The bytes along each axis: the groups of a collective differ in one coordinate of their devices."""
-    found = dict.fromkeys(mesh.axis_names, 0.0)
-    for op in jd.analysis.collectives(step).ops:
-        first, second = (np.unravel_index(device, mesh.devices.shape) for device in op.replica_groups[0][:2])
-        (axis,) = (name for name, a, b in zip(found, first, second, strict=True) if a != b)
-        found[axis] += op.wire_bytes
-    return found
+    """The bytes along each axis."""
+    found = jd.analysis.collectives(step)
+    return {axis: found.across(mesh, axis).wire_bytes for axis in mesh.axis_names}
 
 
 def main():

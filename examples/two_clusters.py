@@ -46,12 +46,11 @@ INNER = optax.chain(jd.all_reduce(jd.exact(), axis="chip"), OPTIMIZER)
 DILOCO = jd.local_sgd.diloco(INNER, sync_period=PERIOD, learning_rate=0.6, momentum=0.9, axis="pod")
 
 
-def sent(program, branch):
-    """The bytes that a device sends in one step: inside its cluster (devices 0 and 1, or 2 and 3), and outside."""
-    ops = jd.analysis.collectives(program, branch=branch).ops
-    crossing = [any(len({device // 2 for device in group}) > 1 for group in op.replica_groups) for op in ops]
-    pairs = list(zip(ops, crossing, strict=True))
-    return [sum(op.wire_bytes for op, out in pairs if out is where) for where in (False, True)]
+def sent(program, branch, mesh):
+    """The bytes that a device sends in one step: inside its cluster, and outside."""
+    found = jd.analysis.collectives(program, branch=branch)
+    outside = found.across(mesh, "pod").wire_bytes
+    return found.wire_bytes - outside, outside
 
 
 def train(name, tx, mesh, train_set, test_set):
@@ -77,7 +76,8 @@ def train(name, tx, mesh, train_set, test_set):
     for _ in range(STEPS):
         rows = rng.integers(0, 1400, 128)
         state, _ = step(state, {key: x[rows] for key, x in train_set.items()})
-    loss, quiet, meeting = jd.evaluate(held_out, mesh, axis=AXES)(state, test_set), sent(step, "min"), sent(step, "max")
+    loss = jd.evaluate(held_out, mesh, axis=AXES)(state, test_set)
+    quiet, meeting = sent(step, "min", mesh), sent(step, "max", mesh)
     outside = ((PERIOD - 1) * quiet[1] + meeting[1]) / PERIOD if local else meeting[1]
     print(f"{name:12} held-out loss {loss:.3f}; a step sends {meeting[0]:,.0f} bytes inside, {outside:,.0f} outside")
     return outside
