@@ -236,9 +236,12 @@ def _to_latex(headings: list[str], rows: list[list[str]], aligned_right: list[bo
 
 
 def _escape_latex(cell: str) -> str:
-    # A label with a formula or a command is LaTeX already.
-    if "$" in cell or "\\" in cell:
-        return cell
+    # The formulas of a label are LaTeX already, and so is a text with commands.
+    parts = enumerate(re.split(r"(\$[^$]+\$)", cell))
+    return "".join(part if number % 2 or "\\" in part else _escape_text(part) for number, part in parts)
+
+
+def _escape_text(text: str) -> str:
     # Outside of formulas a minus would be a hyphen.
-    signed = re.match(r"[+-](?=\d)", cell)
-    return (f"${signed[0]}$" if signed else "") + cell[signed.end() if signed else 0 :].translate(_LATEX)
+    signed = re.match(r"[+-](?=\d)", text)
+    return (f"${signed[0]}$" if signed else "") + text[signed.end() if signed else 0 :].translate(_LATEX)

@@ -176,6 +176,20 @@ def test_latex_escapes_names_and_signs(table, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("label", "latex"),
+    [
+        ("* Ours & theirs, 50 %, $k = n/4$", r"$\ast$ Ours \& theirs, 50 \%, $k = n/4$"),
+        (r"$\mathcal{O}(k_1)$ of a_b, $5%$", r"$\mathcal{O}(k_1)$ of a\_b, $5%$"),
+        (r"\textsc{Ours}, 5 \%", r"\textsc{Ours}, 5 \%"),
+        ("5 $ a month", r"5 \$ a month"),
+        ("-0.10 ±0.02", r"$-$0.10 $\pm$0.02"),
+    ],
+)
+def test_latex_takes_the_formulas_of_a_label_as_they_are(label, latex):
+    assert tables._escape_latex(label) == latex
+
+
 def test_the_form_of_a_table_is_checked_before_training(folder, capsys):
     assert cli.main(["compare", "--table", "table.xlsx"]) == 2
     assert "--table must end in .csv, .md, .tex, got 'table.xlsx'" in capsys.readouterr().err
