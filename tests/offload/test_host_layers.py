@@ -176,7 +176,7 @@ def test_more_than_a_gpu_pins_is_refused_before_it_is_allocated(monkeypatch):
     class Gpu:
         platform = "gpu"
 
-    run, params = offload.host_layers(STACK, optax.adam(1e-2), clip_norm=1.0), make_params(1)
+    run, params = offload.host_layers(STACK, optax.adam(1e-2), clip_norm=1.0), make_params(1, width=256)
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(params[name])) for name in ("embed", "layers", "head")]
     monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")
