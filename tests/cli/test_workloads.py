@@ -161,8 +161,11 @@ def test_equal_seeds_see_equal_tokens(writing, mesh, run):
     assert other.batch(4).sharding.spec == jax.P("data")
 
 
-def test_checkpoint_comes_back_bit_equal(finished, tmp_path):
-    state = finished[1]
+def test_checkpoint_comes_back_bit_equal(tmp_path):
+    mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    reducer = parse.parse_reducer("ef:qsgd:4")
+    run = train.prepare(digits.digits_workload(1), reducer, optax.adam(1e-3), mesh=mesh, batch_size=4, seed=1)
+    *_, (_, state) = train.steps(run, 2)
     where = results.save(tmp_path / "checkpoint", state)
     results.save(where, state)  # replaces
     restored = results.restore(where, state)
