@@ -67,7 +67,7 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 
 
 # The block of the README has a test of its own. These pages compile many programs.
-NAMES = ("all-of-jaxdist", "first-steps", "new-compressor", "diloco-and-islands")
+NAMES = ("all-of-jaxdist", "first-steps", "new-compressor", "diloco-and-islands", "how-to-choose-a-reducer")
 LONG = {f"{name}.md": pytest.mark.slow for name in NAMES}
 RUN = [pytest.param(page, marks=LONG.get(page.name, ())) for page in PAGES if blocks(page) and page.name != "README.md"]
 
