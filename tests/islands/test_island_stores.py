@@ -204,7 +204,7 @@ def test_a_store_is_asked_one_thing_at_a_time_but_for_an_upload(overlap):
         together.update((name, other) for other in inside)
         inside.append(name)
         # An upload lasts for several other requests.
-        time.sleep(0.1 if name == "put" else 0.002)
+        time.sleep(0.05 if name == "put" else 0.001)
         inside.remove(name)
         return function(*arguments)
 

@@ -139,7 +139,7 @@ def test_workers_and_their_examples():
     state = start(run, params)
     assert kinds(state) == {"pinned_host"}
     batch = {**make_batch(0), "real": np.array([1, 1, 1, 0, 1, 0, 0, 0], np.float32)}
-    loss, grads = jax.value_and_grad(whole_loss)(params, batch, stack)
+    loss, grads = jax.jit(jax.value_and_grad(whole_loss), static_argnums=2)(params, batch, stack)
     np.testing.assert_allclose(run.loss(state, batch, [3, 1]), loss, rtol=1e-6)
     state, found = run.step(state, batch, [3, 1])
     np.testing.assert_allclose(found, loss, rtol=1e-6)

@@ -258,7 +258,8 @@ def test_a_device_compiles_for_powers_of_two():
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_requests_that_fail_are_tried_again(states, wanted, after):
+def test_requests_that_fail_are_tried_again(states, wanted, after, monkeypatch):
+    monkeypatch.setattr(requests, "PAUSES", (0.001, 5.0))
     store = islands.memory()
     flaky = failing(store, range(0, 1000, 3), after=after)
     publish_all(flaky, states[:4])
