@@ -53,12 +53,6 @@ class Gate:
         self._open.set()
 
 
-@pytest.fixture
-def short_grace(monkeypatch):
-    """For a store that is silent for good: each meeting waits so long for it after its deadline."""
-    monkeypatch.setattr(connection, "GRACE", 0.05)
-
-
 @contextlib.contextmanager
 def release(event):
     """Sets it at the latest at the end, also after an error: an island waits then for its threads."""
@@ -174,7 +168,7 @@ def entered(store, tx, state, **options):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", islands.SharedStore._fields)
-def test_a_request_that_never_ends_holds_no_meeting(kind, short_grace):
+def test_a_request_that_never_ends_holds_no_meeting(kind, monkeypatch):
     """As of a folder on a server that is gone; then it ends after all, and nothing is lost or doubled."""
     tx, step, state = counting()
     store, _, commits = archived(islands.memory())
@@ -183,17 +177,20 @@ def test_a_request_that_never_ends_holds_no_meeting(kind, short_grace):
     with entered(gate.store, tx, state, keep_every=1) as (island, state):
         gate._open.clear()
         trained = 0.0
-        for _ in range(4):
-            state, trained = train_round(step, state), trained + 6.0
-            started = time.monotonic()
-            state, report = island.meet(state)
-            assert time.monotonic() - started < 0.3 + SLACK
-            # An island that is alone and in step reads and deletes nothing that it would wait for.
-            assert (
-                report.uploading
-                or report.offline
-                or (report.counted and kind in ("get", "get_range", "delete", "delete_many"))
-            )
+        with monkeypatch.context() as patch:
+            # Each meeting waits so long after its deadline for a request that is under way.
+            patch.setattr(connection, "GRACE", 0.05)
+            for _ in range(4):
+                state, trained = train_round(step, state), trained + 6.0
+                started = time.monotonic()
+                state, report = island.meet(state)
+                assert time.monotonic() - started < 0.3 + SLACK
+                # An island that is alone and in step reads and deletes nothing that it would wait for.
+                assert (
+                    report.uploading
+                    or report.offline
+                    or (report.counted and kind in ("get", "get_range", "delete", "delete_many"))
+                )
         gate.open()
         for _ in range(10):
             state, report = island.meet(state)
@@ -263,7 +260,7 @@ def test_progress_that_an_island_has_left_with_is_sent_no_more():
 
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_problem_names_the_request_that_is_silent_and_not_one_that_waits_for_it(overlap, short_grace):
+def test_the_problem_names_the_request_that_is_silent_and_not_one_that_waits_for_it(overlap):
     """One thread asks: after a `create` that hangs all others wait, though the store would answer them."""
     tx, _, state = counting()
     gate = Gate(islands.memory(), lambda name, arguments: name == "create")
@@ -304,12 +301,13 @@ def test_an_island_whose_bodies_are_read_ahead_is_late_and_not_offline():
         gate.open()
 
 
-def test_no_thread_asks_more_and_more_of_a_store_that_is_silent(short_grace):
+def test_no_thread_asks_more_and_more_of_a_store_that_is_silent(monkeypatch):
     tx, _, state = counting()
     gate = Gate(islands.memory(), lambda name, arguments: name == "list")
     gate.open()
     with entered(gate.store, tx, state, round_timeout=0.02) as (island, state):
         gate._open.clear()
+        monkeypatch.setattr(connection, "GRACE", 0.05)
         for _ in range(5):
             state, report = island.meet(state)
             assert report.offline

@@ -97,11 +97,11 @@ def watch_of_two(other: Heartbeat, alive: bool, **options):
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_step_that_does_not_end(ended, alive):
     told = []
-    watch, _ = watch_of_two(Heartbeat(11, 0), alive, on_timeout=told.append, seconds=0.1, first_seconds=0.1)
+    watch, _ = watch_of_two(Heartbeat(11, 0), alive, on_timeout=told.append)
     began = time.monotonic()
     with watch:
         watch(ended[1].wait, 20)
-    assert 0.1 < time.monotonic() - began < 15
+    assert 0.5 < time.monotonic() - began < 15
     assert told == ended[0]
     assert (told[0].process, told[0].step) == (1, 12)
     assert ("is alive but has not started it" if alive else "no sign of life since it started step 11") in str(told[0])
@@ -151,10 +151,10 @@ def test_a_method_is_the_same_function_each_time(ended):
             time.sleep(seconds)
 
     trainer = Trainer()
-    watch, _ = watch_of_two(Heartbeat(11, 0), True, seconds=0.1, first_seconds=20)
+    watch, _ = watch_of_two(Heartbeat(11, 0), True, seconds=0.2, first_seconds=20)
     with watch:
         watch(trainer.step, 0.0)
-        watch(trainer.step, 0.4)
+        watch(trainer.step, 0.8)
     assert ended[0]
     with pytest.raises(ValueError, match="inside its context manager"):
         watch(trainer.step, 0.0)
@@ -197,10 +197,10 @@ def test_a_step_may_take_longer_once_jax_says_that_it_compiles(ended):
         jax.monitoring.record_event_duration_secs(event, 0.1)
         ended[1].wait(seconds)
 
-    watch, _ = watch_of_two(Heartbeat(12, 0), True, seconds=0.2, first_seconds=20)
+    watch, _ = watch_of_two(Heartbeat(12, 0), True, first_seconds=20)
     with watch:
         watch(step, "", 0.0)
-        watch(step, "/jax/core/compile/jaxpr_to_mlir_module_duration", 0.5)
+        watch(step, "/jax/core/compile/jaxpr_to_mlir_module_duration", 0.8)
         assert not ended[0]
         watch(step, "/jax/core/compile/jaxpr_trace_duration", 20.0)  # as `jax.eval_shape` in a step
     assert ended[0]
