@@ -230,6 +230,7 @@ def test_layers_on_the_host_leave_three_on_the_device(four, workload, monkeypatc
         return plan(target, matrix, method, **options)._replace(parameters=parameters_of(workload))
 
     matrix = workload
+    four(host_bandwidth=1e6)
     monkeypatch.setattr(planning, "plan", without_compiler)
     disk, host = (
         planning_disk.plan_layers("own", text_layers(config), method, place=place) for place in ("disk", "host")
