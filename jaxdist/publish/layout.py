@@ -158,7 +158,8 @@ def _box_at(number: int, index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 def _take_box(x: Any, leaf: PublishedLeaf, box: Box, layout: ShardLayout, process: int) -> Any:
     if not isinstance(x, jax.Array):
-        return view_words(np.array(x), leaf)
+        # A number of Python that is too large for its dtype is an error, not another number.
+        return view_words(np.array(x, None if hasattr(x, "dtype") else leaf.values), leaf)
     if not layout.name:
         return x
     # A program of arrays that other processes have, too, would have to run on all of them: so the data of a shard.

@@ -167,7 +167,7 @@ class Publisher:
           SecondPublisherError: a newer publisher has been opened. The thread found out, as with all but the next.
           PublishMismatchError: the tree differs from what is published here.
           PublishOfflineError: the store was out of reach for `patience` seconds.
-          ValueError: `step` is no whole number of at least 0, or a leaf is a key.
+          ValueError: `step` is no whole number of at least 0, or a leaf is a key or no array of numbers.
         """
         check_count("step", step, 0)
         self._raise_error()

@@ -127,6 +127,8 @@ def test_random_changes_come_back(seed, share, anchor_every):
 
 
 DTYPES = ("bfloat16", "float16", "float32", "int8", "int32", "bool", "float8_e4m3fn", "complex64")
+# Of four bits, each in a byte on the host; and without a sign, or a mantissa.
+DTYPES += ("int4", "float4_e2m1fn", "uint16", "float8_e8m0fnu")
 
 
 def draw_tree(rng, mesh):
@@ -571,6 +573,56 @@ def test_what_is_refused(states, tmp_path):
     store.put("publish.json", b"[]")
     with pytest.raises(publish.PublishDamagedError, match="restore it"):
         publish.open(store)
+
+
+@pytest.mark.parametrize("leaf", ["text", object(), np.array([None]), np.zeros(2, np.longdouble), np.array(["a"])])
+def test_a_leaf_that_is_no_array_of_numbers_is_refused(leaf):
+    with pytest.raises(ValueError, match=r"`name` is .*, and no array of numbers; leave it out"):
+        publish.open(islands.memory()).put({"name": leaf, "w": jnp.ones(3)}, step=0)
+
+
+def test_numbers_of_python_are_those_that_jax_makes_of_them():
+    store, params = islands.memory(), {"rate": 0.1, "count": 3, "flag": True, "phase": 1j}
+    publish_all(store, [(0, params)])
+    assert read_all(store, params) == [(0, bits_of(jax.tree.map(jnp.asarray, params)))]
+    with pytest.raises(OverflowError):
+        publish.open(islands.memory()).put(2**40, step=0)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128"])
+def test_numbers_of_64_bits_are_not_rounded(dtype):
+    store, params = islands.memory(), {"w": np.arange(3).astype(dtype) + 2**25}
+    publish_all(store, [(0, params)])
+    with pytest.raises(publish.PublishMismatchError, match=f"'w' in {dtype}, .* set jax_enable_x64"):
+        read_all(store, params)
+    with jax.enable_x64(True):
+        assert read_all(store, params) == [(0, bits_of(params))]
+
+
+def test_leaves_of_one_name_are_told_apart():
+    """`value` is what marks add to a path, and also the head of an actor and critic; a dot is a letter, too."""
+    store, params = islands.memory(), {"value": {"w": jnp.ones(3)}, "w": jnp.zeros(3), "a.b": jnp.ones(1)}
+    params |= {"a": {"b": jnp.zeros(1)}}
+    publish_all(store, [(0, params)])
+    assert read_all(store, params) == [(0, bits_of(params))]
+    assert len(publish.status(store).leaves) == 4
+    for other in (
+        {name: x for name, x in params.items() if name != "value"},
+        params | {"value": {"w": jnp.ones(4)}},
+        params | {"a.b": jnp.ones(2)},
+    ):
+        with pytest.raises(publish.PublishMismatchError, match="holds other parameters"):
+            read_all(store, other)
+        with pytest.raises(publish.PublishMismatchError, match="holds other parameters"):
+            publish.open(store).put(other, step=1)
+
+
+def test_a_sharding_without_devices_is_refused(mesh):
+    """As `jax.eval_shape` makes it of arrays on a mesh of explicit axes."""
+    sharding = NamedSharding(mesh.abstract_mesh, PartitionSpec("data"))
+    like = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)}
+    with pytest.raises(ValueError, match=r"`w` on an abstract mesh.*NamedSharding\(mesh, spec\)"):
+        publish.follow(islands.memory(), like=like)
 
 
 FirstA = collections.namedtuple("FirstA", "a b")
