@@ -158,7 +158,7 @@ class _Following(NamedTuple):
         return moved > 0 and self.chain.words is not None
 
     def _move(self) -> bool:
-        return self.chain.advance(from_oldest=self.each and self.chain.number == 0)
+        return self.chain.advance(from_oldest=self.each)
 
     def _meet(self) -> None:
         """Moves all processes on to one state: one that has gone on with a later anchor cannot go back."""

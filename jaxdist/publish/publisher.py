@@ -62,7 +62,7 @@ def open(
         and copies changed words alone. Streams are equal.
       anchor_every: states from one anchor to the next, which a newcomer reads besides an anchor.
       keep: how many states are kept at least, and the anchor before them; older ones are deleted. A follower that is
-        further behind goes on with the newest anchor.
+        further behind goes on with an anchor that is left.
       patience: seconds for which a request that fails is tried again.
 
     Raises:

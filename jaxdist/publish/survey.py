@@ -82,7 +82,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Pu
 def clean_up(url: "str | os.PathLike[str] | SharedStore", *, keep: int = 100, older: Number = 0.0) -> int:
     """Deletes old states, beside a running trainer too, and returns the number of names that it deleted.
 
-    A follower that is behind what is left goes on with the next anchor.
+    A follower that is behind what is left goes on with an anchor that is left.
 
     Args:
       url: as in `jaxdist.publish.open`.
