@@ -219,7 +219,7 @@ def shapes_of(leaves: Sequence[PublishedLeaf]) -> dict[str, Any]:
 
 def write_anchor(words: Sequence[np.ndarray]) -> bytes:
     """All bits of a state."""
-    return b"".join([ANCHOR_MAGIC, *(x.tobytes() for x in words)])
+    return b"".join([ANCHOR_MAGIC, *(x.data for x in words)])
 
 
 def read_anchor(name: str, body: bytes | bytearray, leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:
