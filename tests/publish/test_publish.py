@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdist as jd
 from jaxdist import islands, publish
-from jaxdist.publish import changes, requests
+from jaxdist.publish import changes, protocol, requests
 from jaxdist.publish.protocol import hash_of
 
 FAST = {"poll": 0.005, "timeout": 0.0}
@@ -371,11 +371,32 @@ def test_a_damaged_anchor_is_passed_by_patches(states, wanted, caplog):
     assert name in caplog.text
 
 
+def forge(record, **fields):
+    """A record that says something else, as early ones without a hash of themselves."""
+    found = json.loads(record)
+    return json.dumps({name: value for name, value in (found | fields).items() if name != "check"}).encode()
+
+
+def test_a_record_is_damaged_if_any_byte_is_another(states, wanted):
+    store = islands.memory()
+    publish_all(store, states[:2])
+    record = store.get("commits/00000002")
+    for place in range(len(record)):
+        for byte in (record[place] ^ 1, record[place] ^ 2, ord("9"), ord('"')):
+            if byte != record[place]:
+                altered = record[:place] + bytes([byte]) + record[place + 1 :]
+                with pytest.raises(publish.PublishDamagedError):
+                    protocol.read_publication("commits/00000002", altered)
+    store.put("commits/00000002", record.replace(b'"step":1', b'"step":3'))
+    assert read_all(store, states[0][1]) == wanted[:1]
+    store.put("commits/00000002", forge(record))
+    assert read_all(store, states[0][1]) == wanted[:2]
+
+
 def test_a_state_of_other_bits_than_its_record_says_is_never_shown(states, wanted):
     store = islands.memory()
     publish_all(store, states[:3])
-    record = json.loads(store.get("commits/00000002"))
-    store.put("commits/00000002", json.dumps(record | {"digest": "0" * 32}, sort_keys=True).encode())
+    store.put("commits/00000002", forge(store.get("commits/00000002"), digest="0" * 32))
     assert read_all(store, states[0][1]) == wanted[:1]
 
 
@@ -549,6 +570,63 @@ def test_status_names_what_is_wrong(states):
     assert problems[0] == "notes.txt is foreign"
     assert problems[1].startswith("commits/00000004 is no record")
     assert problems[2] == f"{gone} is missing"
+
+
+def spoil(store, name, harm):
+    body = store.get(name)
+    store.delete(name)
+    spoiled = {"cut": body[:-1], "longer": body + b"?", "altered": body[:-1] + b"?"}
+    if harm != "missing":
+        store.put(name, spoiled[harm])
+
+
+@pytest.mark.parametrize("kind", ["patches/00000004", "anchors/00000005"])
+def test_status_names_damaged_bytes(states, kind):
+    store = islands.memory()
+    said = {"missing": "is missing", "cut": "is cut or too long", "longer": "is cut or too long"}
+    publish_all(store, states[:5], anchor_every=2)
+    (name,), whole = store.list(kind), {name: store.get(name) for name in store.list("")}
+    for harm, message in (said | {"altered": "has other bytes than its hash says"}).items():
+        spoil(store, name, harm)
+        (problem,) = publish.status(store, verify=True).problems
+        assert problem.startswith(f"{name} {message}")
+        assert publish.status(store).problems == ((problem,) if harm in said else ())
+        # As far as a store tells without ranges.
+        assert publish.status(store._replace(get_range=None), verify=True).problems
+        store.put(name, whole[name])
+    assert publish.status(store, verify=True).problems == ()
+
+
+def test_status_names_records_that_are_missing_or_altered(states):
+    store = islands.memory()
+    publish_all(store, states[:9])
+    for number in (3, 5, 6):
+        store.delete(f"commits/{number:08d}")
+    gaps = ("commits/00000003 is missing", "commits/00000005 to commits/00000006 are missing")
+    assert publish.status(store, last=1).problems == gaps
+    store.put("commits/00000008", forge(store.get("commits/00000008"), step=3))
+    (problem,) = publish.status(store, last=2).problems[len(gaps) :]
+    assert problem == "commits/00000009 does not follow the record before it: one of the two was altered"
+
+
+def test_status_beside_a_clean_up(states):
+    """A record that is gone after the names were listed is not damaged."""
+    store = islands.memory()
+    publish_all(store, states[:3])
+    first = "commits/00000001"
+    cleaned = wrap(store, lambda number, name, function, given: None if given[0] == first else function(*given))
+    found = publish.status(cleaned)
+    assert ([one.step for one in found.publications], found.problems) == ([1, 2], ())
+
+
+def test_a_name_that_only_looks_like_one_of_the_protocol_is_foreign(states, wanted):
+    store = islands.memory()
+    publish_all(store, states[:2])
+    # Sorted as text it is the last one.
+    store.put("commits/5", b"mine")
+    assert publish.status(store).problems == ("commits/5 is foreign",)
+    publish_all(store, states[2:3])
+    assert read_all(store, states[0][1]) == wanted[:3]
 
 
 def test_what_is_refused(states, tmp_path):

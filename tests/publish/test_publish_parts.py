@@ -485,7 +485,7 @@ def test_the_records_of_one_process_do_not_speak_of_parts():
     with publish.open(store) as out:
         out.put(make_states(1)[0], step=0)
     (name,) = store.list("commits/")
-    fields = {"number", "step", "session", "time", "previous", "digest"}
+    fields = {"number", "step", "session", "time", "previous", "digest", "check"}
     assert json.loads(store.get(name)).keys() == fields | {"patch", "patch_bytes", "anchor", "anchor_bytes"}
     assert json.loads(store.get("publish.json"))["format"] == 2
 
@@ -494,4 +494,8 @@ def test_another_format_is_named_with_a_cure():
     store = islands.memory()
     store.put("publish.json", b'{"format":1,"id":"a","leaves":[]}')
     with pytest.raises(publish.PublishMismatchError, match=r"has format 1, this version .* publish to an empty place"):
+        publish.open(store)
+    # A later one may describe its leaves in another way.
+    store.put("publish.json", b'{"format":4,"leaves":{"w":"float32[3]"}}')
+    with pytest.raises(publish.PublishMismatchError, match="has format 4"):
         publish.open(store)
