@@ -550,6 +550,10 @@ def test_a_bucket(states, wanted, tmp_path, monkeypatch):
         assert read_all(store, states[0][1], "newest") == wanted[3:4]
         publish_all(store, states[4:5])
         assert read_all(store, states[0][1])[-1] == wanted[4]
+        assert publish.status(store, verify=True).problems == ()
+        name = store.list("patches/")[-1]
+        store.put(name, store.get(name)[:-1])
+        assert publish.status(store).problems[0].startswith(f"{name} is cut")
 
 
 def test_status_names_what_is_wrong(states):
