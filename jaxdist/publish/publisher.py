@@ -25,7 +25,7 @@ from .patches import encode_patch
 from .protocol import Publication, PublicationPart
 from .requests import Requests, logger
 from .states import DeviceState, HostState, State
-from .words import PublishedLeaf, arrays_of, check_equal, describe, digest_of
+from .words import PublishedLeaf, arrays_of, check_equal, describe, digest_of, signature_of
 
 # Seconds for which process 0 waits for a state that another process has not put yet; then it asks how far that is.
 ASK_AGAIN = 5.0
@@ -137,6 +137,7 @@ class Publisher:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._leaves: list[PublishedLeaf] | None = None
+        self._signature: Any = None
         self._shardings: list[Any] = []
         self._layout = ShardLayout("", ())
         # What the thread has published last, or encodes: its words, if they are known, the copy that they are from,
@@ -176,8 +177,7 @@ class Publisher:
         self._raise_error()
         if self._is_closing:
             raise PublishError(f"the publisher of {self._place} is closed; open it again")
-        leaves = describe(params, self._dtype)
-        self._check_leaves(leaves)
+        leaves = self._describe(params)
         layout = self._lay_out(params, leaves)
         process = self._group.process
         state = self._take(cut(params, leaves, layout, process), layout.leaves_of(process, leaves))
@@ -227,6 +227,15 @@ class Publisher:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _describe(self, params: PyTree) -> list[PublishedLeaf]:
+        """The leaves of a tree, described and compared once: the caller waits, and small leaves are copied as fast."""
+        leaves, signature = self._leaves, signature_of(params)
+        if leaves is None or signature != self._signature:
+            leaves = describe(params, self._dtype)
+            self._check_leaves(leaves)
+            self._signature = signature
+        return leaves
 
     def _check_leaves(self, leaves: list[PublishedLeaf]) -> None:
         known = self._leaves or (self._described and self._described[1])

@@ -1,5 +1,6 @@
 """The bits of a tree of parameters: flat vectors of unsigned words in host memory, and back."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,18 +28,25 @@ class PublishedLeaf(NamedTuple):
     @property
     def bits(self) -> np.dtype:
         """The dtype of its words."""
-        return np.dtype(WORDS[self.values.itemsize])
+        return _dtypes_of(self.dtype)[0]
 
     @property
     def values(self) -> np.dtype:
         """The dtype of its entries."""
-        return jnp.dtype(self.dtype)
+        return _dtypes_of(self.dtype)[1]
 
     @property
     def size(self) -> int:
         """The number of its words."""
         count = int(np.prod(self.shape, dtype=np.int64))
         return count * (self.values.itemsize // self.bits.itemsize)
+
+
+@functools.cache
+def _dtypes_of(name: str) -> tuple[np.dtype, np.dtype]:
+    """The dtypes of words and of entries, by name: looked up for each leaf of each state."""
+    values = jnp.dtype(name)
+    return np.dtype(WORDS[values.itemsize]), values
 
 
 def describe(tree: PyTree, dtype: DTypeLike | None) -> list[PublishedLeaf]:
@@ -50,6 +58,12 @@ def describe(tree: PyTree, dtype: DTypeLike | None) -> list[PublishedLeaf]:
     return [_describe_leaf(name, x, dtype) for name, x in named_leaves(tree, "params")]
 
 
+def signature_of(tree: PyTree) -> tuple[Any, list[tuple[Any, Any]]]:
+    """What the description of a tree follows from: its structure, and the shapes and dtypes of its leaves."""
+    arrays, structure = jax.tree.flatten(tree)
+    return structure, [(getattr(x, "shape", None), getattr(x, "dtype", type(x))) for x in arrays]
+
+
 def arrays_of(tree: PyTree) -> list[Any]:
     """The leaves of a tree, in the order of `describe`."""
     return jax.tree.leaves(tree)
@@ -58,7 +72,7 @@ def arrays_of(tree: PyTree) -> list[Any]:
 def copy_to_host(arrays: Sequence[Any], leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:
     """Copies arrays, or words, to host memory; later changes of their buffers do not reach the copy."""
     pairs = list(zip(arrays, leaves))
-    wide = [n for n, (x, leaf) in enumerate(pairs) if isinstance(x, jax.Array) and str(x.dtype) != leaf.dtype]
+    wide = [n for n, (x, leaf) in enumerate(pairs) if isinstance(x, jax.Array) and x.dtype != leaf.values]
     fresh = dict(zip(wide, cast([arrays[n] for n in wide], [leaves[n] for n in wide])))
     for x in fresh.values():
         x.copy_to_host_async()

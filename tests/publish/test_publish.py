@@ -422,6 +422,22 @@ def test_to_describe_an_array_copies_nothing():
     assert (leaf.shape, leaf.dtype) == ((3,), "bfloat16")
 
 
+def test_a_tree_is_described_once_and_another_one_is_refused():
+    module, params = sys.modules["jaxdist.publish.publisher"], {"w": jnp.ones(3), "b": np.ones(2, np.float32)}
+    store = islands.memory()
+    with mock.patch.object(module, "describe", wraps=module.describe) as describe, publish.open(store) as out:
+        for step in range(3):
+            out.put(params, step=step)
+        assert describe.call_count == 1
+        for other in (jnp.ones(4), jnp.ones(3, jnp.bfloat16), {"w": jnp.ones(3)}):
+            with pytest.raises(publish.PublishMismatchError, match="'w"):
+                out.put(params | {"w": other}, step=3)
+        with pytest.raises(ValueError, match="`w` is a key"):
+            out.put(params | {"w": jax.random.split(jax.random.key(0), 3)}, step=3)
+        out.put(params, step=4)
+    assert read_all(store, params, "newest") == [(4, bits_of(params))]
+
+
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_what_was_put_may_be_donated(place):
     double = jax.jit(lambda x: 2 * x, donate_argnums=0)
