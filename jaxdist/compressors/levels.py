@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.descriptions import with_description
-from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
+from .._core.types import Array, Float, Int, Like, Shape, UInt
 from .._core.xla_quirks import largest_entry, smallest_entry
 from .codecs import LevelCode, levels_codec
 from .compressor import Compressor, Factor
+from .one_pass import in_parts
 from .packing import pack, unpack
 from .qsgd import QuantizedPayload
-from .random import Noise, uniform_hash
+from .random import KeyOrStream, Noise, uniform_hash
 from .rounding import check_buckets, from_buckets, normalize_buckets, shrink_norms, to_buckets, whole_words
 
 # Up to this number of levels, comparisons with all of them are faster than a binary search, whose look-ups CPUs do not
@@ -72,7 +73,7 @@ def with_levels(
     table = _table(levels, 2 ** (bits - 1) if zero_level else 2**bits, 0.0 if zero_level else -1.0)
     sign_bit = 2 ** (bits - 1)
 
-    def compress(x: Array, key: PRNGKeyArray) -> QuantizedPayload:
+    def compress(x: Array, key: KeyOrStream) -> QuantizedPayload:
         ratios, norms = normalize_buckets(x, bucket, norm)
         codes = _round(jnp.abs(ratios) if zero_level else ratios, jnp.asarray(table), noise(key, ratios.shape))
         if zero_level:
@@ -99,7 +100,8 @@ def with_levels(
         lost = lost * to_buckets(jnp.ones(x.shape), bucket)
         return payload._replace(norms=shrink_norms(payload.norms, ratios, lost, variance(x.shape), factor))
 
-    return Compressor(compress, decompress, variance=variance, codec=codec, shrink=shrink)
+    in_blocks = in_parts(compress, bucket, bits) if noise is uniform_hash else compress
+    return Compressor(in_blocks, decompress, variance=variance, codec=codec, shrink=shrink)
 
 
 def _table(levels: Array | np.ndarray, most: int, first: float) -> Any:

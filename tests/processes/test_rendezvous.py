@@ -275,7 +275,7 @@ def test_silent_connections_hold_up_none():
 
 
 def test_a_process_that_ends_while_it_waits_is_named(monkeypatch):
-    monkeypatch.setattr(module, "GONE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "GONE_SECONDS", 0.4)
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(comes, 0, 3, port)

@@ -85,6 +85,7 @@ def publish_all(job, states, first=0):
     return job
 
 
+@pytest.mark.sampled(3)  # four processes are in the test of dropped states
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_every_state_of_several_processes_comes_back_bit_for_bit(processes, where):
     store, states, sent = written_once(), make_states(6), [0] * processes

@@ -30,7 +30,7 @@ class PublishOptions:
     verify: bool = False
     """Read the bytes of these states, too, and compare them with their hashes."""
     store: Text = None
-    """Of a bucket: endpoint, region, profile, allow_http, timeout."""
+    """Of a bucket: endpoint, region, profile, credential_provider, allow_http, timeout."""
     keep: Integer = None
     """Delete older states than the last KEEP, and the anchor before them."""
     older: Number = None
