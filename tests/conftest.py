@@ -37,6 +37,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # No test reads from which line of which caller an operation comes; writing it down took a twelfth of the suite's time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
+# JAX computes the key of each program in a cache on disk even where there is none.
+jax.config.update("jax_enable_compilation_cache", False)
+
 # A trace makes many objects and few cycles: look for them less often.
 gc.set_threshold(20_000, 10, 10)
 
