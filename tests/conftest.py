@@ -41,9 +41,9 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 jax.config.update("jax_enable_compilation_cache", False)
 
 # A trace makes many objects and few cycles: look for them less often.
-gc.set_threshold(20_000, 10, 10)
+gc.set_threshold(100_000, 10, 10)
 
-MANY_BYTES = 1.3e9
+MANY_BYTES = 2e9
 TESTS_DONE = itertools.count(1)
 PROGRAMS_OF_A_CONTEXT = 100
 

@@ -62,7 +62,7 @@ def with_levels(
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = with_levels(jnp.array([0.0, 0.1, 0.5, 1.0]), bits=3, norm="max"), jnp.array([5.0, -1.0, 10.0, 0.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 5., -1., 10.,  0.], dtype=float32)
     """
     if bits not in (2, 3, 4, 8):

@@ -13,7 +13,7 @@ from register_run import STEPS, ran
 from jaxdist._cli import results
 from jaxdist.testing import assert_compressor_laws, assert_reducer_laws
 
-SAMPLE = 13  # the same for all, so that they share what a line compiles
+SAMPLE = 30  # the same for all, so that they share what a line compiles
 each_case = pytest.mark.parametrize("name", CASES)
 each_code = pytest.mark.parametrize("name", CODES)
 sampled = pytest.mark.sampled(SAMPLE)
