@@ -69,7 +69,7 @@ def assert_compressor_laws(
 
     Examples:
       >>> from jaxdist.compressors import scaled_sign
-      >>> assert_compressor_laws(scaled_sign(), shapes=[(), (0,), (37,)])
+      >>> assert_compressor_laws(scaled_sign(), shapes=[(), (0,), (37,)], dtypes=["float32"])
     """
     if not shapes or not dtypes:
         raise ValueError(f"shapes and dtypes must not be empty, got {shapes} and {dtypes}")

@@ -100,7 +100,7 @@ def assert_reducer_laws(
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> assert_reducer_laws(jd.compressed(jd.compressors.scaled_sign()), like=jnp.zeros(37), steps=2)
+      >>> assert_reducer_laws(jd.compressed(jd.compressors.scaled_sign()), like=jnp.zeros(37), dtypes=["float32"])
     """
     check_count("steps", steps, 1)
     like = LIKE if like is None else like
