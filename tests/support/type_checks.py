@@ -48,17 +48,18 @@ def check_types(function: Callable) -> Callable:
 
 
 # By its code, the annotations of an inner function, their check, and whether they have shapes.
-_checks: dict[types.CodeType, tuple[dict, Callable, bool]] = {}
+_checks: dict[types.CodeType, tuple[dict, types.FunctionType, bool]] = {}
 
 
 def _check(function: Callable) -> Callable:
     """An inner function is defined anew by each call of the outer one; its check is the same, and is made once."""
-    annotations, first, has_shape = _checks.get(function.__code__, (None, None, False))
-    if annotations == function.__annotations__:
+    known = _checks.get(function.__code__)
+    if known is not None and known[0] == function.__annotations__:
+        _, first, has_shape = known
         checked = types.FunctionType(first.__code__, first.__globals__, first.__name__)
         checked.__dict__.update(first.__dict__, __wrapped__=function)
         # beartype's functions have no argument but what they close over, in keywords of their own.
-        checked.__kwdefaults__ = {**first.__kwdefaults__, "__beartype_func": function}
+        checked.__kwdefaults__ = {**(first.__kwdefaults__ or {}), "__beartype_func": function}
     else:
         checked = _beartype(function)
         has_shape = any(_HAS_SHAPE.search(repr(hint)) for hint in function.__annotations__.values())
