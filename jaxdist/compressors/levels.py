@@ -63,7 +63,7 @@ def with_levels(
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = with_levels(jnp.array([0.0, 0.1, 0.5, 1.0]), bits=3, norm="max"), jnp.array([5.0, -1.0, 10.0, 0.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 5., -1., 10.,  0.], dtype=float32)
     """
     if bits not in (2, 3, 4, 8):
@@ -151,9 +151,9 @@ def expected_variance(
     """`E|C(x) - x|²` of `with_levels` in closed form: `Σ norm² (h - r_i) (r_i - l)` over all entries of any array.
 
     Examples:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> x = jnp.array([3.0, -4.0, 0.0, 12.0])
-      >>> round(float(expected_variance(x, jnp.array([0.0, 0.125, 0.25, 0.5, 1.0]))), 4)
+      >>> round(float(jax.jit(expected_variance)(x, jnp.array([0.0, 0.125, 0.25, 0.5, 1.0]))), 4)
       7.7187
     """
     ratios, norms = normalize_buckets(x, bucket, norm)

@@ -157,6 +157,17 @@ def test_another_model_is_refused_by_the_name_of_the_leaf(params, message):
     assert store.list("") == names
 
 
+def test_leaves_of_one_name_are_told_apart():
+    """`value` is what marks add to a path, and also the head of an actor and critic."""
+    store, tx, params = islands.memory(), method(), {"w": jnp.ones(3), "value": {"w": jnp.ones(3)}}
+    enter(store, tx, "a", State(params, tx.init(params)))
+    other = params | {"value": {"w": jnp.ones(3, jnp.bfloat16)}}
+    with pytest.raises(
+        islands.RunMismatchError, match=r"""dtypes "\['value'\]\['w'\]": float32\[3\] in the run, bfloat16"""
+    ):
+        enter(store, tx, state=State(other, tx.init(other)))
+
+
 FirstW = collections.namedtuple("FirstW", "w b")
 FirstB = collections.namedtuple("FirstB", "b w")
 

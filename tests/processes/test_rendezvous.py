@@ -497,6 +497,17 @@ def test_what_differs_is_named(mesh, other, message):
     assert consistency.find_difference(consistency.fingerprint_state(**{**same, **other}), card, 1).startswith(message)
 
 
+def test_leaves_of_one_name_are_told_apart():
+    """`value` is what marks add to a path, and also the head of an actor and critic."""
+    first, second = ({"w": jnp.zeros(3), "value": {"w": jnp.zeros(size)}} for size in (3, 4))
+    for fingerprint in (
+        lambda x: consistency.fingerprint_state(x, None, None),
+        lambda x: consistency.fingerprint_batch(x, 1),
+    ):
+        cards = [fingerprint(jax.tree.map(np.asarray, x)) for x in (first, second)]
+        assert "`['value']['w']` is" in consistency.find_difference(cards[1], cards[0], 1)
+
+
 def test_fields_in_another_order():
     """As those of a class that is made of a set of names, whose order differs between processes."""
     first, second = (collections.namedtuple("Params", names)(*jnp.zeros((2, 3))) for names in ("a b", "b a"))
