@@ -22,7 +22,7 @@ from ..state.marks import (
 )
 from .extra_args import has_type
 from .overwritten import explain_overwritten
-from .weights import keep_unsent, scale_leaves, weight_of, weight_of_worker, zero_unless
+from .weights import keep_unsent, scale_leaves, weight_of, weight_of_worker, widen_weight, zero_unless
 
 
 def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
@@ -131,6 +131,7 @@ def reduce_weighted(
             "a median or a trimmed mean takes one number as examples=, got a tree: pass the number of this worker's "
             "examples, or use a mean"
         )
+    examples = widen_weight(examples, updates)
     # A linear reducer averages n_w g_w and n_w together: Σ n_w g_w / Σ n_w in one collective. Not in float16, whose
     # largest number is 65504: a batch of 512 tokens would turn gradients of 200 into infinity.
     if plain and not any(x.dtype == jnp.float16 for x in jax.tree.leaves(updates)):
@@ -170,7 +171,7 @@ def local_gradients(
     updates = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), updates)
     weight = weight_of_worker(examples, active, name=name)
     if weight is not None:
-        updates = scale_leaves(updates, weight_of(weight, comm)[0])
+        updates = scale_leaves(updates, weight_of(widen_weight(weight, updates), comm)[0])
     return updates, comm
 
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from .._core.checks import check_range
 from .._core.compat import cast_varying, like_of, mesh_axes_being_mapped, vary_like, zeros_like_shape
-from .._core.dtypes import working_dtype
+from .._core.dtypes import widest_float, working_dtype
 from .._core.jaxprs import find_forwarded, propagate
 from .._core.trees import fold_keys, is_overwritten
 from .._core.types import Array, AxisNames, PyTree
@@ -125,7 +125,7 @@ def _weigh_by(weights: Callable[[Any], Any], divided: "_Divided") -> tuple[Array
 
     def weight_of_part(numbered: Any) -> Array:
         arguments = divided.arguments(*numbered)
-        return as_number("the result of weights", weights(arguments[divided.batch]))
+        return as_number("the result of weights", weights(arguments[divided.batch]), widest_float())
 
     found = lax.map(weight_of_part, (jnp.arange(divided.parts), divided.stack))
     total = found.sum()
@@ -295,7 +295,8 @@ def _value_and_grad(
             raise TypeError(f"with has_aux=True the loss must return (value, aux), got {type(out).__name__}")
         value: Any = out[0] if has_aux else out
         # In float32: S times the loss would overflow float16.
-        scaled = value if scale is None else value.astype(working_dtype(value.dtype)) * scale
+        wide = working_dtype(value.dtype)
+        scaled = value if scale is None else value.astype(wide) * jnp.asarray(scale, wide)
         # A loss that is a mean over workers is the loss of each of them, not one loss of all.
         return to_varying(scaled, axis), out
 

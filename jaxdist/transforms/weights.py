@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import DTypeLike
 
 from .._core.compat import varying_axes
-from .._core.dtypes import working_dtype
+from .._core.dtypes import factor_dtype, widen
 from .._core.trees import tree_where
 from .._core.types import Array, Bool, Float, PyTree, State, Updates
 from ..comm.base import Comm
@@ -79,8 +80,8 @@ def number_per_leaf(params: PyTree) -> PerWorker:
     return PerWorker(jnp.zeros(len(order), jnp.float32), resize="mean", order=order)
 
 
-def as_number(name: str, number: Any) -> Float[Array, ""]:
-    """Returns a number of examples of this worker in float32.
+def as_number(name: str, number: Any, kept: DTypeLike = jnp.float32) -> Float[Array, ""]:
+    """Returns a number of examples of this worker in the dtype `kept`.
 
     Raises:
       ValueError: it has a shape, or is a Python or NumPy number that is negative or not finite.
@@ -100,7 +101,7 @@ def as_number(name: str, number: Any) -> Float[Array, ""]:
             f"{name} must be one number, that of this worker, got shape {jnp.shape(number)}: a step sees one worker; "
             f"sum over its batch, or take the only entry, {name}[0]"
         )
-    return jnp.asarray(number).astype(jnp.float32)
+    return jnp.asarray(number).astype(kept)
 
 
 def as_flag(active: Any) -> Bool[Array, ""]:
@@ -121,6 +122,11 @@ def as_flag(active: Any) -> Bool[Array, ""]:
         raise ValueError(f"active must be one boolean, that of this worker, got shape {jnp.shape(active)}")
     flag = jnp.asarray(active)
     return flag if jnp.issubdtype(flag.dtype, jnp.bool_) else flag > 0
+
+
+def widen_weight(weight: Array, tree: PyTree) -> Array:
+    """Returns a weight in float64 if the tree has leaves in it: a quotient in float32 would round their mean."""
+    return weight.astype(factor_dtype(tree))
 
 
 def weight_of(examples: Array, comm: Comm) -> tuple[Array, Array]:
@@ -156,14 +162,20 @@ def scale_leaves(tree: Updates, factor: Array) -> Updates:
 
     # In float32, where a product of half-precision numbers would overflow.
     def scale_leaf(x, factor):
-        return jnp.where(factor == 0, 0, x.astype(working_dtype(x.dtype)) * factor).astype(x.dtype)
+        wide = widen(x)
+        return jnp.where(factor == 0, 0, wide * factor.astype(wide.dtype)).astype(x.dtype)
 
     return _map_leaves(scale_leaf, tree, factor)
 
 
 def divide_leaves(tree: Updates, number: Array) -> Updates:
-    """Divides by `number`, one or `[leaves]`; by 1 where it is 0."""
-    return _map_leaves(lambda x, number: x / jnp.where(number > 0, number, 1), tree, number)
+    """Divides by `number`, one or `[leaves]`; by 1 where it is 0. Quotients are in float32 or better."""
+
+    def divide_leaf(x, number):
+        wide = widen(x)
+        return wide / jnp.where(number > 0, number, 1).astype(wide.dtype)
+
+    return _map_leaves(divide_leaf, tree, number)
 
 
 def zero_unless(used: Array, tree: Updates) -> Updates:

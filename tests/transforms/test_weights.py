@@ -362,3 +362,38 @@ def test_accumulate_sums_the_numbers_of_each_leaf(engine):
             assert not np.asarray(state[0]["b"]).any()
         for name in "ab":
             np.testing.assert_allclose(state[0][name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- in float64
+
+
+WEIGHTED = {
+    "exact": (1, lambda: optax.chain(jd.all_reduce(jd.exact()), optax.sgd(1.0))),
+    "codes": (
+        1,
+        lambda: optax.chain(jd.all_reduce(jd.compressed(jd.compressors.identity())), optax.sgd(1.0)),
+    ),
+    "late": (2, lambda: optax.chain(jd.all_reduce(jd.exact(), delay=1), optax.sgd(1.0))),
+    "zero_redundancy": (1, lambda: jd.zero_redundancy(optax.sgd(1.0))),
+    "accumulate": (2, lambda: jd.accumulate(optax.chain(jd.all_reduce(jd.exact()), optax.sgd(1.0)), 2)),
+    "anytime_minibatch": (1, lambda: jd.online.anytime_minibatch(jd.online.euclidean(), 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_do_not_round_float64_to_float32(name):
+    """The mean of 1, 2 and 4 examples is no number of float32, and its inverse neither."""
+    steps, make = WEIGHTED[name]
+    gradient, counts = np.random.default_rng(0).standard_normal((3, 5)), np.array([1.0, 2.0, 4.0])
+    with jax.enable_x64(True):
+        tx, start = optax.with_extra_args_support(make()), jnp.zeros(5)
+
+        def step(state, batch):
+            updates, opt = tx.update(batch[0][0], state.opt, state.params, examples=batch[1][0])
+            return State(optax.apply_updates(state.params, updates), opt), {}
+
+        state = jd.init_state(lambda: State(start, tx.init(start)), 3)
+        run = jd.simulate(step, 3)
+        for _ in range(steps):
+            state, _ = run(state, (gradient, counts))
+    np.testing.assert_allclose(-state.params, counts @ gradient / 7, rtol=1e-14)
