@@ -91,7 +91,9 @@ def test_numpy_models_count_the_bytes_that_jax_stores():
     assert [count(np.zeros(1000), timing_only) for timing_only in (False, True)] == [expected, expected]
 
 
-@pytest.mark.parametrize("leaf", [np.arange(3), jnp.array(True), jax.random.key(0)], ids=["int", "bool", "key"])
+@pytest.mark.parametrize(
+    "leaf", [np.arange(3, dtype=np.int32), jnp.array(True), jax.random.key(0)], ids=["int", "bool", "key"]
+)
 @pytest.mark.parametrize("timing_only", [False, True])
 def test_a_leaf_without_a_gradient_is_named(leaf, timing_only):
     work = replay.Task({"kept": leaf, "w": jnp.ones(())}, lambda x, batch: x["w"] ** 2, lambda *job: None)
