@@ -153,6 +153,12 @@ def test_twenty_steps_in_float64_round_nothing_to_float32(name):
         check_against_the_paper(name, atol=1e-13, dtype=np.float64)
 
 
+def test_the_distance_of_models_that_differ_less_than_float32_resolves():
+    with jax.enable_x64(True):
+        models = jnp.array([[1 - 1e-9], [1 + 1e-9]])
+        assert float(jd.decentralized.consensus_distance(jd.PerWorker(models))) == pytest.approx(1e-9, rel=1e-6)
+
+
 @pytest.mark.parametrize("graph", [graphs.path(4), graphs.binary_tree(6), graphs.star(4)], ids=lambda g: g.name)
 def test_relaying_is_the_delayed_average_over_all_workers(graph):
     a, b = quadratics(graph.workers)
