@@ -9,7 +9,7 @@ import optax
 
 from .._core.compat import mesh_axes_left_over, types_are_checked, unreduced_axes, varying_axes
 from .._core.dtypes import explain_dtype, working_dtype
-from .._core.trees import is_overwritten
+from .._core.trees import is_overwritten, leaves_with_collections
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
@@ -31,7 +31,7 @@ def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
     With `sharded`, leaves may be sharded over another axis.
     """
     refuse_two_sets(tree)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mark)[0]:
+    for path, leaf in leaves_with_collections(tree, is_mark):
         name = jax.tree_util.keystr(path) or "the gradient"
         if is_overwritten(path):
             raise ValueError(explain_overwritten(name))
