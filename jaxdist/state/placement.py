@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._core.checks import check_count
 from .._core.compat import is_on_host
-from .._core.trees import fold_index, is_key, to_device
+from .._core.trees import fold_index, is_key, leaf_name, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
 from .flax_marks import refuse_lost_marks, refuse_random_streams, refuse_shared_variables, register_with_flax
 from .marks import (
@@ -25,6 +25,8 @@ from .marks import (
     bind,
     check_usable,
     cutting_marks,
+    explain_uneven,
+    find_uneven,
     flatten_marks,
     is_mark,
     map_marked,
@@ -214,7 +216,8 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     keep their keys, and each new worker folds its number into the key of worker `i mod W`.
 
     Raises:
-      ValueError: the mesh lacks an axis of a mark, or has no workers along it.
+      ValueError: the mesh lacks an axis of a mark, or has no workers along it; the state is that of a gossip method by
+        which workers do not count alike (`sgp` on a directed graph, `osgp`, `relay_sgd`).
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -235,8 +238,18 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
 
     check_usable(state)
     refuse_shared_variables(state)
-    state = map_marked(resize_leaf, bind(state, axis))
+    state = bind(state, axis)
+    _refuse_uneven(state, mesh)
+    state = map_marked(resize_leaf, state)
     return _place_tree(state, mesh, axis)
+
+
+def _refuse_uneven(state: State, mesh: Place) -> None:
+    """Refuses another number of workers for the states that `find_uneven` finds."""
+    for (marks, path, leaf), is_uneven in zip(flatten_marks(state), find_uneven(state), strict=True):
+        for dimension, mark in enumerate(cutting_marks(marks) if is_uneven else ()):
+            if leaf.shape[dimension] != (now := workers(mesh, mark.axis)):
+                raise ValueError(explain_uneven(leaf_name(path), leaf.shape[dimension], now))
 
 
 def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array | np.ndarray:
