@@ -4,6 +4,7 @@ Every transformation reads them here. A weight is one number in float32, or `[le
 gradient; a weight of 0 leaves the gradient out, whatever it holds.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -240,7 +241,7 @@ def keep_unsent(used: Array, new: State, old: State, updates: Updates) -> State:
 
     def keep_leaves(after: Any, before: Any) -> Any:
         pairs = zip(split(after) or [], split(before) or [], strict=True)
-        kept = [None if x is None else jnp.where(used[i], x, y) for i, (x, y) in enumerate(pairs)]
+        kept = [None if x is None else tree_where(used[i], x, y) for i, (x, y) in enumerate(pairs)]
         return jax.tree.structure(updates).unflatten(kept)
 
     return jax.tree.map(keep_node, new, old, is_leaf=lambda node: is_mark(node) or is_by_leaf(node))
@@ -253,4 +254,14 @@ def _leaves_of(like: Any, shapes: list[tuple[int, ...]], node: Any) -> list[Any]
     except (ValueError, TypeError):
         return None
     known = [(x, shape) for x, shape in zip(found, shapes, strict=True) if x is not None]
-    return found if known and all(getattr(x, "shape", None) == shape for x, shape in known) else None
+    return found if known and all(_is_like(x, shape) for x, shape in known) else None
+
+
+def _is_like(x: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a part of a state has the entries of a leaf of this shape, or of all of its shards over other axes."""
+    if not isinstance(x, PerWorker):
+        return getattr(x, "shape", None) == shape
+    inside = x.value
+    while isinstance(inside, PerWorker):
+        inside = inside.value
+    return isinstance(inside, jax.Array) and inside.size == math.prod(shape)

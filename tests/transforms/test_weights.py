@@ -364,6 +364,37 @@ def test_accumulate_sums_the_numbers_of_each_leaf(engine):
             np.testing.assert_allclose(state[0][name], expected[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "specs", [{"b": jax.P(), "w": jax.P("model")}, {"b": jax.P("model"), "w": jax.P(None, "model")}]
+)
+def test_numbers_of_leaves_keep_the_residuals_of_shards(specs):
+    """Of leaves that no worker used, also where the compiler shards them."""
+    shapes, counts = {"b": (4,), "w": (3, 4) if len(specs["w"]) > 1 else (4, 3)}, np.array([[1, 0], [2, 0]], np.float32)
+    rng = np.random.default_rng(0)
+    data = [{name: rng.standard_normal((2, *s)).astype(np.float32) for name, s in shapes.items()} for _ in range(3)]
+    reducer = jd.error_feedback(jd.compressed(jd.compressors.cast(jnp.float16)))
+
+    def last_state(mesh, **options):
+        tx = jd.all_reduce(reducer, **options)
+        start = {name: jnp.zeros(s) for name, s in shapes.items()}
+
+        def step(state, batch):
+            gradient, numbers = jax.tree.map(lambda x: x[0], batch)
+            updates, opt = tx.update(gradient, state.opt, examples={"b": numbers[0], "w": numbers[1]})
+            return State(optax.apply_updates(state.params, updates), opt), {}
+
+        state = jd.init_state(lambda: State(start, tx.init(start)), mesh)
+        run = jd.distribute(step, mesh)
+        for number, gradient in enumerate(data):
+            state, _ = run(state, (gradient, np.ones_like(counts) if number != 1 else counts))
+        return state.params
+
+    expected = last_state(jd.make_mesh({"data": 2}, devices=jax.devices()[:2]))
+    found = last_state(jd.make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4]), specs=specs)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 # ---- in float64
 
 
