@@ -17,11 +17,11 @@ from ..state.marks import (
     Resize,
     Sharded,
     cutting_marks,
-    explain_uneven,
     find_uneven,
     merging_rules,
     order_of,
     show_orders,
+    warn_uneven,
 )
 from ..state.placement import copy_to_workers, refit
 from ._files import ARRAYS, MANIFEST
@@ -51,10 +51,10 @@ def fill(folder: Path, shown: Path | str, manifest: Manifest, like: State, chang
     unfit = {name: why for name in wanted if (why := _why_unfit(name, stored.get(name), wanted[name], shown))}
     if manifest.packing != PACKING:
         unfit |= {name: _other_packing(name, shown) for name in packed_leaves(like) if name not in unfit}
-    unfit |= _find_unfit_workers(like, stored, wanted, unfit)
     other = f"{shown} is a checkpoint of another state"
     unfit |= {name: f"{other}: it also has `{name}`" for name in stored if name not in wanted}
     _check_changed(unfit, wanted, changed)
+    _warn_if_uneven(like, stored, wanted, unfit)
     # Leaves with unchanged shape and marks go straight to their devices; the others by way of host memory.
     in_place, others, found, same = {}, [], {}, {}
     rules = dict(zip(wanted, merging_rules(like), strict=True))
@@ -143,24 +143,18 @@ def _why_unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], s
     return ""
 
 
-def _find_unfit_workers(
+def _warn_if_uneven(
     like: State,
     stored: Mapping[str, Leaf],
     wanted: Mapping[str, tuple[tuple[Any, ...], Like]],
     unfit: Mapping[str, str],
-) -> dict[str, str]:
-    """Returns the leaves, besides those in `unfit`, whose state is that of the stored number of workers alone."""
-    found = {}
+) -> None:
+    """Warns of another number of workers for the states that `find_uneven` finds, unless they stay new."""
     for (name, (marks, leaf)), is_uneven in zip(wanted.items(), find_uneven(like), strict=True):
-        if not is_uneven or name in unfit:
-            continue
-        pairs = zip(stored[name].shape, leaf.shape, strict=False)
-        counts = [pair for pair, _ in zip(pairs, cutting_marks(marks), strict=False)]
-        if changed := [pair for pair in counts if pair[0] != pair[1]]:
-            before, now = changed[0]
-            restore = f"restore it on {before} (init_state(make_state, {before}) makes them on one device), "
-            found[name] = explain_uneven(name, before, now, first=restore)
-    return found
+        if is_uneven and name not in unfit:
+            for before, now, _ in zip(stored[name].shape, leaf.shape, cutting_marks(marks), strict=False):
+                if before != now:
+                    return warn_uneven(name, before, now)
 
 
 def _other_packing(name: str, shown: Path | str) -> str:

@@ -6,6 +6,7 @@
 import copy
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_type_hints
@@ -332,13 +333,14 @@ def find_uneven(tree: PyTree) -> list[bool]:
     )
 
 
-def explain_uneven(name: str, before: int, now: int, *, first: str = "") -> str:
-    """The reason why such a leaf of a state for some number of workers is refused for another, and what to do."""
-    return (
+def warn_uneven(name: str, before: int, now: int) -> None:
+    """Warns that such a leaf of a state for some number of workers is changed to another number."""
+    warnings.warn(
         f"leaf `{name}` is for {before} workers whose models do not count alike in their mean (sgp on a directed "
-        f"graph, osgp, relay_sgd), and the state of {now} workers cannot be made from it: {first}take "
-        "decentralized.mean_params(params, opt_state) as the parameters, and make the state of the method anew with "
-        "its init"
+        f"graph, osgp, relay_sgd), and {now} workers continue from the plain mean, which is another model: to keep "
+        f"that of gossip, take decentralized.mean_params(params, opt_state) on {before} workers as the parameters, and "
+        "make the state of the method anew with its init",
+        stacklevel=4,
     )
 
 

@@ -25,7 +25,6 @@ from .marks import (
     bind,
     check_usable,
     cutting_marks,
-    explain_uneven,
     find_uneven,
     flatten_marks,
     is_mark,
@@ -33,6 +32,7 @@ from .marks import (
     merging_rules,
     spec_entry,
     spec_of,
+    warn_uneven,
 )
 from .parameter_specs import join_specs, spec_axes, specs_of_leaves
 
@@ -216,8 +216,11 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     keep their keys, and each new worker folds its number into the key of worker `i mod W`.
 
     Raises:
-      ValueError: the mesh lacks an axis of a mark, or has no workers along it; the state is that of a gossip method by
-        which workers do not count alike (`sgp` on a directed graph, `osgp`, `relay_sgd`).
+      ValueError: the mesh lacks an axis of a mark, or has no workers along it.
+
+    Warns:
+      UserWarning: the state is that of a gossip method by which workers do not count alike (`sgp` on a directed graph,
+        `osgp`, `relay_sgd`): the mean of the models is not the one that gossip keeps.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -239,17 +242,17 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     check_usable(state)
     refuse_shared_variables(state)
     state = bind(state, axis)
-    _refuse_uneven(state, mesh)
+    _warn_if_uneven(state, mesh)
     state = map_marked(resize_leaf, state)
     return _place_tree(state, mesh, axis)
 
 
-def _refuse_uneven(state: State, mesh: Place) -> None:
-    """Refuses another number of workers for the states that `find_uneven` finds."""
+def _warn_if_uneven(state: State, mesh: Place) -> None:
+    """Warns of another number of workers for the states that `find_uneven` finds."""
     for (marks, path, leaf), is_uneven in zip(flatten_marks(state), find_uneven(state), strict=True):
         for dimension, mark in enumerate(cutting_marks(marks) if is_uneven else ()):
             if leaf.shape[dimension] != (now := workers(mesh, mark.axis)):
-                raise ValueError(explain_uneven(leaf_name(path), leaf.shape[dimension], now))
+                return warn_uneven(leaf_name(path), leaf.shape[dimension], now)
 
 
 def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array | np.ndarray:
