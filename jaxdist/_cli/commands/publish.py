@@ -28,7 +28,7 @@ class PublishOptions:
     last: int = 10
     """States to show."""
     store: Text = None
-    """Of a bucket: endpoint, region, profile, allow_http, timeout."""
+    """Of a bucket: endpoint, region, profile, credential_provider, allow_http, timeout."""
     keep: Integer = None
     """Delete older states than the last KEEP, and the anchor before them."""
     older: Number = None

@@ -84,7 +84,7 @@ class IslandsOptions:
     patience: Number = None
     """With --watch: seconds without an answer until it ends (default: never)."""
     store: Text = None
-    """Of a bucket: endpoint, region, profile, allow_http, timeout."""
+    """Of a bucket: endpoint, region, profile, credential_provider, allow_http, timeout."""
     clean: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
     """Delete what no island needs any more, beside a running run too."""
 
