@@ -37,10 +37,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # No test reads from which line of which caller an operation comes; writing it down took a twelfth of the suite's time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
-# A trace makes many objects and few cycles: look for them less often.
-gc.set_threshold(20_000, 10, 10)
+# JAX computes the key of each program in a cache on disk even where there is none.
+jax.config.update("jax_enable_compilation_cache", False)
 
-MANY_BYTES = 1.3e9
+# A trace makes many objects and few cycles: look for them less often.
+gc.set_threshold(100_000, 10, 10)
+
+MANY_BYTES = 2e9
 TESTS_DONE = itertools.count(1)
 PROGRAMS_OF_A_CONTEXT = 100
 

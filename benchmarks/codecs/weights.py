@@ -56,12 +56,12 @@ def measure_rate(given, config, work, params, opt_state, rate):
         old = None
         for number in range(given.steps + 1):
             jax.block_until_ready(params)
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             jax.device_get(narrow(params))
-            copy = time.perf_counter() - start
+            copy, used_to_copy = time.perf_counter() - start, time.process_time() - used
             start, used = time.perf_counter(), time.process_time()
             out.put(params, step=number)
-            put = time.perf_counter() - start
+            put, used_to_put = time.perf_counter() - start, time.process_time() - used
             out.flush()
             sent, used_to_send = time.perf_counter() - start, time.process_time() - used
             found, found_step = next(following)
@@ -82,6 +82,8 @@ def measure_rate(given, config, work, params, opt_state, rate):
                     "zstd": sizes,
                     "copy_seconds": copy,
                     "put_seconds": put,
+                    "copy_processor_seconds": used_to_copy,
+                    "put_processor_seconds": used_to_put,
                     "sent_seconds": sent,
                     "sent_processor_seconds": used_to_send,
                     "read_seconds": read,

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -62,6 +63,29 @@ def leaf_name(path: Any, whole: str = "state") -> str:
     """Names a leaf for messages, `opt_state.0.residual.w`, without the `value` of marks; a single leaf is `whole`."""
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return ".".join(part for part in parts if part != "value") or whole
+
+
+def named_leaves(
+    tree: PyTree, whole: str = "state", is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with a name of its own.
+
+    `leaf_name` leaves out what marks add to a path, and with it a key "value" of the caller, and a dot may be a letter
+    of a key. Where two leaves have one name, both get their whole path.
+
+    Examples:
+      >>> named_leaves({"b": 1, "value": {"w": 2}})
+      [('b', 1), ('w', 2)]
+      >>> named_leaves({"w": 1, "value": {"w": 2}})
+      [("['value']['w']", 2), ("['w']", 1)]
+    """
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    names = [leaf_name(path, whole) for path, _ in found]
+    times = Counter(names)
+    return [
+        (name if times[name] == 1 else jax.tree_util.keystr(path), leaf)
+        for name, (path, leaf) in zip(names, found, strict=True)
+    ]
 
 
 # The collection of flax, whose "gradient" is no derivative but the next value of the leaf.

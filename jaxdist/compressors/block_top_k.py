@@ -32,7 +32,7 @@ def block_top_k(density: float, *, block: int = 4096) -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = block_top_k(0.5, block=2), jnp.array([3.0, -4.0, 0.0, 0.1, 7.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 0. , -4. ,  0. ,  0.1,  7. ], dtype=float32)
 
     References:

@@ -47,7 +47,7 @@ def cast(dtype: DTypeLike, *, rounding: Rounding = "nearest") -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = cast(jnp.bfloat16), jnp.array([1.0, 1.001, -3.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 1.,  1., -3.], dtype=float32)
 
     References:

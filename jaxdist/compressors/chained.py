@@ -41,7 +41,7 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
       >>> import jax, jax.numpy as jnp
       >>> from jaxdist.compressors import cast, top_k
       >>> code, x = chained(top_k(0.5), cast(jnp.bfloat16)), jnp.array([3.0, -4.0, 0.0, 12.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 0., -4.,  0., 12.], dtype=float32)
 
     References:

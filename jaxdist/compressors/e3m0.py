@@ -25,7 +25,7 @@ def e3m0(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = e3m0(), jnp.array([16.0, -5.0, 0.3, 0.1])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([16.  , -4.  ,  0.25,  0.  ], dtype=float32)
 
     References:

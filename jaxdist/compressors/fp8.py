@@ -28,7 +28,7 @@ def fp8(*, block: int = 128, format: Literal["e4m3", "e5m2"] = "e4m3", rounding:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = fp8(), jnp.array([448.0, -17.0, 0.0, 0.3])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x).tolist()
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x).tolist()
       [448.0, -16.0, 0.0, 0.3125]
     """
     return largest_exact(format_named(format), block, rounding)

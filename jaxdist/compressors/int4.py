@@ -24,8 +24,8 @@ def int4(*, block: int = 32, rounding: Rounding = "nearest") -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = int4(), jnp.array([7.0, -3.4, 0.0, 0.6])
-      >>> payload = code.compress(x, jax.random.key(0))
-      >>> payload.codes.nbytes, code.decompress(payload, x)
+      >>> payload = jax.jit(code.compress)(x, jax.random.key(0))
+      >>> payload.codes.nbytes, jax.jit(code.decompress)(payload, x)
       (2, Array([ 7., -3.,  0.,  1.], dtype=float32))
 
     References:

@@ -26,7 +26,7 @@ def int8(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = int8(), jnp.array([127.0, -3.4, 0.0, 0.6])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([127.,  -3.,   0.,   1.], dtype=float32)
 
     References:

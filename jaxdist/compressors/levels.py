@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.descriptions import with_description
-from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
+from .._core.types import Array, Float, Int, Like, Shape, UInt
 from .._core.xla_quirks import largest_entry, smallest_entry
 from .codecs import LevelCode, levels_codec
 from .compressor import Compressor, Factor
+from .one_pass import in_parts
 from .packing import pack, unpack
 from .qsgd import QuantizedPayload
-from .random import Noise, uniform_hash
+from .random import KeyOrStream, Noise, uniform_hash
 from .rounding import check_buckets, from_buckets, normalize_buckets, shrink_norms, to_buckets, whole_words
 
 # Up to this number of levels, comparisons with all of them are faster than a binary search, whose look-ups CPUs do not
@@ -62,7 +63,7 @@ def with_levels(
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = with_levels(jnp.array([0.0, 0.1, 0.5, 1.0]), bits=3, norm="max"), jnp.array([5.0, -1.0, 10.0, 0.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 5., -1., 10.,  0.], dtype=float32)
     """
     if bits not in (2, 3, 4, 8):
@@ -72,7 +73,7 @@ def with_levels(
     table = _table(levels, 2 ** (bits - 1) if zero_level else 2**bits, 0.0 if zero_level else -1.0)
     sign_bit = 2 ** (bits - 1)
 
-    def compress(x: Array, key: PRNGKeyArray) -> QuantizedPayload:
+    def compress(x: Array, key: KeyOrStream) -> QuantizedPayload:
         ratios, norms = normalize_buckets(x, bucket, norm)
         codes = _round(jnp.abs(ratios) if zero_level else ratios, jnp.asarray(table), noise(key, ratios.shape))
         if zero_level:
@@ -99,7 +100,8 @@ def with_levels(
         lost = lost * to_buckets(jnp.ones(x.shape), bucket)
         return payload._replace(norms=shrink_norms(payload.norms, ratios, lost, variance(x.shape), factor))
 
-    return Compressor(compress, decompress, variance=variance, codec=codec, shrink=shrink)
+    in_blocks = in_parts(compress, bucket, bits) if noise is uniform_hash else compress
+    return Compressor(in_blocks, decompress, variance=variance, codec=codec, shrink=shrink)
 
 
 def _table(levels: Array | np.ndarray, most: int, first: float) -> Any:
@@ -149,9 +151,9 @@ def expected_variance(
     """`E|C(x) - x|²` of `with_levels` in closed form: `Σ norm² (h - r_i) (r_i - l)` over all entries of any array.
 
     Examples:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> x = jnp.array([3.0, -4.0, 0.0, 12.0])
-      >>> round(float(expected_variance(x, jnp.array([0.0, 0.125, 0.25, 0.5, 1.0]))), 4)
+      >>> round(float(jax.jit(expected_variance)(x, jnp.array([0.0, 0.125, 0.25, 0.5, 1.0]))), 4)
       7.7187
     """
     ratios, norms = normalize_buckets(x, bucket, norm)

@@ -20,7 +20,7 @@ def mxfp4(*, rounding: Rounding = "nearest") -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = mxfp4(), jnp.array([0.1, -0.2, 0.9, 3.3])  # the scale is 1/2
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 0.  , -0.25,  1.  ,  3.  ], dtype=float32)
     """
     return mx_blocks(E2M1, rounding)

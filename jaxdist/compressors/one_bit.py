@@ -30,7 +30,7 @@ def one_bit(*, contraction: float | int | None = None) -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> code, x = one_bit(), jnp.array([3.0, -4.0, 0.0, 12.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 6.5, -6.5,  6.5,  6.5], dtype=float32)
       >>> reducer = jd.error_feedback(jd.two_shot(one_bit(contraction=0.5)))
 

@@ -1,10 +1,11 @@
-"""Codes of blocks in one pass over the memory of NVIDIA GPUs.
+"""Codes of blocks in one pass over the memory of NVIDIA GPUs, and without a padded copy of what is no whole block.
 
 XLA:GPU reads an array once for the scales of its blocks and once more for their codes. A kernel of Pallas runs the same
 `compress` on a few blocks at a time, which stay on the chip in between: half the time, and the same
 bits, up to the order of sums.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,8 +17,9 @@ from jax import lax
 from .._core.compat import like_of, triton_parameters
 from .._core.jaxprs import apply_primitive, evaluate
 from .._core.types import Array, Float, Payload, PRNGKeyArray
-from .packing import RUN
+from .packing import RUN, bytes_of_codes
 from .random import KeyOrStream, Stream, key_words
+from .rounding import whole_words
 
 Compress = Callable[[Array, Any], Payload]
 # Entries that one program of the kernel codes, or a block where that is more; smaller arrays, and larger blocks, are
@@ -25,6 +27,34 @@ Compress = Callable[[Array, Any], Payload]
 TILE, LARGEST_BLOCK = 2048, 8192
 # With four warps `qsgd(4)` takes 13 % more time on an H100, and `dynamic_fp8()` 5 %.
 WARPS = 2
+# From so many entries on, an array with a part of a block is coded in two parts: a smaller one is not worth the trace.
+MANY = 2**16
+WORD = 32
+
+
+def in_parts(compress: Compress, block: int, bits: int) -> Compress:
+    """Returns `compress` of an array, computed apart for its whole blocks and for what is left.
+
+    XLA:CPU writes out what is padded to whole blocks, in float32, and reads it twice: two or three times the time of a
+    code, and four bytes an entry. The conditions are those of `in_one_pass`; a payload has codes of so many `bits`, in
+    whole words, and numbers of blocks.
+    """
+    unit = math.lcm(block, RUN)
+
+    def compress_parts(x: Array, key: KeyOrStream) -> Payload:
+        rest = x.size % unit
+        whole = x.size - rest
+        # The words of a part of a block end in it.
+        if x.size < MANY or block % WORD or whole in (0, x.size):
+            return compress(x, key)
+        left, right, *start = key if isinstance(key, Stream) else key_words(key)
+        flat, position = x.reshape(-1), sum(start, jnp.uint32(whole))
+        codes, numbers = compress(jnp.pad(flat[whole:], (0, -rest % block)), Stream(left, right, position))
+        last = codes[: bytes_of_codes(whole_words(rest, bits), bits)], numbers
+        first = compress(flat[:whole], key)
+        return first._make(map(jnp.concatenate, zip(first, last, strict=True)))
+
+    return compress_parts
 
 
 def in_one_pass(compress: Compress, block: int) -> Compress:

@@ -42,7 +42,7 @@ def random_k(density: float, *, unbiased: bool = False) -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = random_k(0.5), jnp.arange(1.0, 5.0)
-      >>> int((code.decompress(code.compress(x, jax.random.key(0)), x) == x).sum())
+      >>> int((jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x) == x).sum())
       2
     """
     check_density(density)

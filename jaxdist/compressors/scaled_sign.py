@@ -30,7 +30,7 @@ def scaled_sign(*, bucket: int | None = None) -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = scaled_sign(), jnp.array([3.0, -4.0, 0.0, 12.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 4.75, -4.75,  4.75,  4.75], dtype=float32)
 
     References:

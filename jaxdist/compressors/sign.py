@@ -36,7 +36,7 @@ def sign() -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = sign(), jnp.array([3.0, -4.0, 0.0, 12.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 1., -1.,  1.,  1.], dtype=float32)
 
     References:

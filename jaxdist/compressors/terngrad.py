@@ -36,7 +36,7 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = terngrad(), jnp.array([3.0, -4.0, 0.0, 12.0])  # p = 1/4, 1/3, 0, 1
-      >>> decoded = code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> decoded = jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       >>> sorted(set(jnp.abs(decoded).tolist()))
       [0.0, 12.0]
 

@@ -37,7 +37,7 @@ def top_k(density: float, *, method: Method = "threshold") -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = top_k(0.5), jnp.array([3.0, -4.0, 0.0, 12.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 0., -4.,  0., 12.], dtype=float32)
 
     References:

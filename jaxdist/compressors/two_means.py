@@ -42,7 +42,7 @@ def two_means(*, block: int = 256) -> Compressor:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = two_means(), jnp.array([2.0, -2.0, 3.0, -3.0, 9.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> jax.jit(lambda x: code.decompress(code.compress(x, jax.random.key(0)), x))(x)
       Array([ 2.5, -2.5,  2.5, -2.5,  9. ], dtype=float32)
 
     References:

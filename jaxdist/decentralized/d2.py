@@ -52,7 +52,7 @@ def d2(*, exact_diffusion: bool | None = None) -> Method:
       ...         return {"x": state["x"] + updates, "opt": opt_state}, {}
       ...     state = jd.place({"x": jd.PerWorker(jnp.zeros(())), "opt": tx.init(jnp.zeros(()))}, 8)
       ...     run = jd.simulate(step, workers=8)
-      ...     for _ in range(500):
+      ...     for _ in range(60):
       ...         state, _ = run(state, jnp.arange(8.0))
       ...     return round(float(jd.consensus(state["x"])), 2)
       >>> last(jd.decentralized.d2()), last(jd.decentralized.d_psgd()) == 5

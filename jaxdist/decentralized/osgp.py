@@ -61,16 +61,14 @@ def osgp() -> Method:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.gossip(optax.sgd(1.0), jd.topology.one_peer_exponential(4), method=jd.decentralized.osgp())
       >>> def run(x, steps):
-      ...     opt_state = tx.init(x)
-      ...     for _ in range(steps):
-      ...         updates, opt_state = tx.update(jnp.zeros(()), opt_state, x)
-      ...         x = x + updates
-      ...     return x
-      >>> x = jnp.array([0.0, 4.0, 8.0, 12.0])
-      >>> one_step = jax.vmap(lambda x: run(x, 1), axis_name="data")
-      >>> jax.jit(one_step)(x).tolist()  # the messages of the first step are under way
+      ...     def step(_, carry):
+      ...         updates, opt_state = tx.update(jnp.zeros(()), carry[1], carry[0])
+      ...         return carry[0] + updates, opt_state
+      ...     return jax.lax.fori_loop(0, steps, step, (x, tx.init(x)))[0]
+      >>> x, run_all = jnp.array([0.0, 4.0, 8.0, 12.0]), jax.jit(jax.vmap(run, in_axes=(0, None), axis_name="data"))
+      >>> run_all(x, 1).tolist()  # the messages of the first step are under way
       [0.0, 4.0, 8.0, 12.0]
-      >>> bool(jnp.allclose(jax.jit(jax.vmap(lambda x: run(x, 30), axis_name="data"))(x), 6, atol=1e-2))
+      >>> bool(jnp.allclose(run_all(x, 30), 6, atol=1e-2))
       True
 
     References:

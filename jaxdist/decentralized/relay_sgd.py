@@ -53,7 +53,7 @@ def relay_sgd() -> Method:
       ...     return {"x": state["x"] + updates, "opt": opt_state}, {}
       >>> state = jd.place({"x": jd.PerWorker(jnp.zeros(())), "opt": tx.init(jnp.zeros(()))}, 4)
       >>> run = jd.simulate(step, workers=4)
-      >>> for _ in range(400):
+      >>> for _ in range(150):
       ...     state, _ = run(state, jnp.arange(1.0, 5.0))
       >>> state["x"].value.round(4).tolist()
       [2.0, 2.0, 2.0, 2.0]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.trees import leaf_name
+from .._core.trees import named_leaves
 from .._core.types import PyTree
 from ..local_sgd.fragments import labels_of, merge, split
 from ..local_sgd.state import LocalStepsState
@@ -132,9 +132,8 @@ class Division(NamedTuple):
         """What all islands must have in common, as JSON can hold it; nothing without fragments."""
         if schedule.number == 1:
             return {}
-        named = jax.tree_util.tree_flatten_with_path(self.labels)[0]
         return {
-            "fragments": {leaf_name(path): int(label) for path, label in named},
+            "fragments": {name: int(label) for name, label in named_leaves(self.labels)},
             "order of fragments": list(schedule.order),
         }
 

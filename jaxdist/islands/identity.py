@@ -22,7 +22,7 @@ import numpy as np
 
 from .._core.compat import Literal
 from .._core.jaxprs import inner_jaxprs
-from .._core.trees import is_key, leaf_name
+from .._core.trees import is_key, named_leaves
 from .._core.types import PyTree
 from .._stores.base import SharedStore, hash_of
 from ..local_sgd.state import LocalStepsState
@@ -148,8 +148,7 @@ def _describe_part(method: RoundMethod, part: FragmentModel, plan: MessagePlan, 
 
 
 def _shapes(tree: Any) -> dict[str, str]:
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {leaf_name(path): f"{x.dtype}{list(x.shape)}" for path, x in found}
+    return {name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)}
 
 
 def _fingerprint(
@@ -206,10 +205,9 @@ def _hash_all(hashes: list[list[str]]) -> str:
 
 def _name_start(state: PyTree, hashes: list[str]) -> dict[str, str]:
     """What a state begins with, by the names of its leaves: numbers as they are, arrays and keys by their hashes."""
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {
-        leaf_name(path): hashed if x.ndim or is_key(x) else str(to_host(x))
-        for (path, x), hashed in zip(leaves, hashes, strict=True)
+        name: hashed if x.ndim or is_key(x) else str(to_host(x))
+        for (name, x), hashed in zip(named_leaves(state), hashes, strict=True)
     }
 
 

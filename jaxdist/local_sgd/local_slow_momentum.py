@@ -78,8 +78,9 @@ def local_slow_momentum(
       ...     updates, opt = tx.update(state["x"] - target[0], state["opt"], state["x"], learning_rate=0.5)
       ...     return {"x": state["x"] + updates, "opt": opt}, {}
       >>> state = jd.place({"x": jd.PerWorker(jnp.zeros(())), "opt": tx.init(jnp.zeros(()))}, 4)
+      >>> run = jd.simulate(step, workers=4)
       >>> for _ in range(4):
-      ...     state, _ = jd.simulate(step, workers=4)(state, jnp.array([0.0, 4.0, 8.0, 12.0]))
+      ...     state, _ = run(state, jnp.array([0.0, 4.0, 8.0, 12.0]))
       >>> round(float(jd.consensus(state["x"])), 4)  # 4.5, then 1.125 more and 0.6 of the first round
       8.325
 

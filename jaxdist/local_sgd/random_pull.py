@@ -55,11 +55,11 @@ def random_pull(
       seed: draws the pulls.
 
     Examples:
-      >>> import jax.numpy as jnp, optax, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.local_sgd.random_pull(optax.sgd(0.1), probability=0.5, pull=0.5, axis=None)
-      >>> x, state, seen = jnp.array(3.0), tx.init(jnp.array(3.0)), set()
+      >>> x, state, seen, pull = jnp.array(3.0), tx.init(jnp.array(3.0)), set(), jax.jit(tx.update)
       >>> for _ in range(20):  # a pull is 0.1 · 0.5 / 0.5 · (1 - 3), a step -0.1 · 4 / 0.5
-      ...     update, state = tx.update(jnp.array(4.0), state, x, anchor=jnp.array(1.0), learning_rate=0.1)
+      ...     update, state = pull(jnp.array(4.0), state, x, anchor=jnp.array(1.0), learning_rate=0.1)
       ...     seen.add(round(float(update), 3))
       >>> sorted(seen)
       [-0.8, -0.2]

@@ -25,9 +25,9 @@ def p_norm(p: float | int, *, radius: float | int | None = None) -> Geometry:
       The geometry, 1-strongly convex in the p-norm of the whole tree as one vector.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
-      >>> geometry = jd.online.p_norm(1.5)
-      >>> [round(float(x), 3) for x in geometry.step(jnp.zeros(2), jnp.array([-1.0, -2.0]), jnp.asarray(1.0))]
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
+      >>> step = jax.jit(jd.online.p_norm(1.5).step)
+      >>> [round(float(x), 3) for x in step(jnp.zeros(2), jnp.array([-1.0, -2.0]), jnp.asarray(1.0))]
       [0.24, 0.961]
 
     References:

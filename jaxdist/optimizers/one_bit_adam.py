@@ -49,12 +49,12 @@ def one_bit_adam(
       reducer: averages the momentum; by default `error_feedback(two_shot(scaled_sign()))`.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.optimizers.one_bit_adam(0.1, freeze_step=1, axis=None)
       >>> params = jnp.zeros(3)
-      >>> state = tx.init(params)
+      >>> state, update = tx.init(params), jax.jit(tx.update)
       >>> for gradient in (jnp.array([1.0, -1.0, 0.0]), jnp.array([2.0, -2.0, 5.0])):
-      ...     updates, state = tx.update(gradient, state, params)
+      ...     updates, state = update(gradient, state, params)
       >>> (updates == 0).tolist()  # the third entry has no variance
       [False, False, True]
 

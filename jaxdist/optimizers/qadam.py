@@ -45,10 +45,10 @@ def qadam(
       reducer: averages the momentum; by default `two_shot(qsgd(8))`. With two levels of links, `hierarchical(...)`.
 
     Examples:
-      >>> import jax.numpy as jnp, optax, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> tx, adam = jd.optimizers.qadam(0.1, warmup_steps=10, axis=None), optax.adam(0.1)
       >>> params, gradient = jnp.zeros(2), jnp.array([1.0, -3.0])
-      >>> updates, _ = tx.update(gradient, tx.init(params), params)
+      >>> updates, _ = jax.jit(tx.update)(gradient, tx.init(params), params)
       >>> bool(jnp.allclose(updates, adam.update(gradient, adam.init(params))[0]))
       True
 

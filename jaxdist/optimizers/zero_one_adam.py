@@ -112,12 +112,12 @@ def zero_one_adam(
       reducer: averages gradients, then displacements; by default that of `one_bit_adam`.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.optimizers.zero_one_adam(0.1, freeze_step=2, axis=None)
       >>> params = jnp.zeros(2)
-      >>> state = tx.init(params)
+      >>> state, update = tx.init(params), jax.jit(tx.update)
       >>> for _ in range(3):
-      ...     updates, state = tx.update(jnp.array([1.0, -1.0]), state, params)
+      ...     updates, state = update(jnp.array([1.0, -1.0]), state, params)
       ...     params = params + updates
       >>> bool(jnp.allclose(params, state.anchor.value)), int(state.sync.length)
       (True, 1)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._core.compat import coordination_client, shard_map
-from .._core.trees import describe_structure, is_key, leaf_name
+from .._core.trees import describe_structure, is_key, named_leaves
 from .._core.types import Number, PyTree
 from ..comm.over import over
 from ..state.marks import is_mark
@@ -207,11 +207,10 @@ def fingerprint_process() -> Fingerprint:
 
 def fingerprint_state(state: PyTree, mesh: Mesh | None, recipe: Any) -> Fingerprint:
     """Returns names, shapes, dtypes, marks and shardings of the leaves, the mesh, and the entries of the recipe."""
-    leaves = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_mark):
-        inner = jax.tree_util.tree_leaves_with_path(leaf)
+    leaves, names = {}, (name for name, _ in named_leaves(state))
+    for leaf in jax.tree.leaves(state, is_leaf=is_mark):
         mark = f" {type(leaf).__name__}" if is_mark(leaf) else ""
-        leaves |= {leaf_name((*path, *below)): f"{_describe_leaf(x)}{mark}" for below, x in inner}
+        leaves |= {next(names): f"{_describe_leaf(x)}{mark}" for x in jax.tree.leaves(leaf)}
     structure = {"structure": describe_structure(state)}
     # The first section that differs is named: a recipe explains the leaves, and leaves the tree.
     found = {"recipe": _flat_recipe(recipe), "mesh": {}, "leaf": leaves, "tree": structure}
@@ -232,7 +231,7 @@ def fingerprint_batch(batch: PyTree, workers: int) -> Fingerprint:
         first = [f"{x.shape[0] // max(workers, 1)} a worker"] if x.ndim else []
         return f"{jax.dtypes.canonicalize_dtype(x.dtype).name}[{', '.join([*first, *map(str, x.shape[1:])])}]"
 
-    return {"batch": {leaf_name(path, "batch"): describe(x) for path, x in jax.tree_util.tree_leaves_with_path(batch)}}
+    return {"batch": {name: describe(x) for name, x in named_leaves(batch, "batch")}}
 
 
 def find_difference(
@@ -275,12 +274,12 @@ def _flat_recipe(recipe: Any) -> dict[str, str]:
     if not isinstance(recipe, Mapping):
         recipe = {} if recipe is None else {"recipe": recipe}
     flat = {}
-    for path, value in jax.tree_util.tree_flatten_with_path(recipe, is_leaf=_is_entry)[0]:
+    for name, value in named_leaves(recipe, is_leaf=_is_entry):
         try:
-            flat[leaf_name(path)] = json.dumps(value.item() if isinstance(value, np.generic) else value)
+            flat[name] = json.dumps(value.item() if isinstance(value, np.generic) else value)
         except TypeError:
             raise ValueError(
-                f"recipe: `{leaf_name(path)}` is a {type(value).__name__}; pass numbers, text, or its str(...)"
+                f"recipe: `{name}` is a {type(value).__name__}; pass numbers, text, or its str(...)"
             ) from None
     return flat
 

@@ -56,15 +56,15 @@ class Chain:
         return bool(self._identity)
 
     def advance(self, *, from_oldest: bool = False) -> bool:
-        """Moves on by one state, if there is one; without words, to the newest anchor or the oldest one."""
+        """Moves on by one state, if there is one; without words, to the newest later anchor or the oldest one."""
         if self.words is None:
-            return self._read_newest_anchor(from_oldest)
+            return self._read_later_anchor(from_oldest)
         name = protocol.commit_name(self.number + 1)
         body = self._requests.get(name)
         if body is None:
             body = self._look_ahead(name)
             if body is None:
-                return self.words is None and self._read_newest_anchor(False)
+                return self.words is None and self._read_later_anchor(from_oldest)
         self._misses = 0
         try:
             publication = protocol.read_publication(name, body)
@@ -73,7 +73,7 @@ class Chain:
             self._apply(publication)
         except PublishDamagedError as error:
             self._lose(str(error))
-            return self._read_newest_anchor(False)
+            return self._read_later_anchor(from_oldest)
         self._arrive(publication, body)
         return True
 
@@ -82,15 +82,18 @@ class Chain:
         self._misses += 1
         if self._misses % LOOKS != 1:
             return None
-        description = self._requests.get(protocol.DESCRIPTION)
-        if description is not None and protocol.read_description(description, self._place)[0] != self._identity:
-            raise PublishMismatchError(f"{self._place} was replaced by other weights; follow it anew")
+        self._check_identity()
         later = [other for other in self._requests.list("commits/") if other > name]
         # It may have been created since.
         body = self._requests.get(name) if later else None
         if later and body is None:
             self._lose(f"{name} is gone, and {later[-1]} is there: it was cleaned up before it was read here")
         return body
+
+    def _check_identity(self) -> None:
+        description = self._requests.get(protocol.DESCRIPTION)
+        if description is not None and protocol.read_description(description, self._place)[0] != self._identity:
+            raise PublishMismatchError(f"{self._place} was replaced by other weights; follow it anew")
 
     def _apply(self, publication: Publication) -> None:
         """Moves the words on; they are undefined after an error."""
@@ -146,7 +149,7 @@ class Chain:
             raise PublishDamagedError(f"{protocol.commit_name(publication.number)} has not the parts of its layout")
         return parts
 
-    def _read_newest_anchor(self, from_oldest: bool) -> bool:
+    def _read_later_anchor(self, from_oldest: bool) -> bool:
         names = set(self._requests.list("anchors/"))
         numbers = sorted({number_in(name) for name in names} - self._damaged, reverse=not from_oldest)
         for number in numbers:
@@ -169,6 +172,8 @@ class Chain:
                 self._damaged.add(number)
                 self._lose(str(error))
                 continue
+            # An anchor has no record before it that would tell it from one of another trainer.
+            self._check_identity()
             self._arrive(publication, body)
             return True
         return False

@@ -3,11 +3,12 @@
 import os
 import time
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import jax
+from jax.sharding import AbstractMesh
 
 from .._core.checks import check_range
+from .._core.trees import named_leaves
 from .._core.types import Number, PyTree
 from .._stores.base import SharedStore, place_of
 from .._stores.opening import open_store
@@ -48,9 +49,10 @@ def follow(
     Args:
       url: what the trainer opened, which may still be empty: then the first state is waited for.
       like: a tree of the same names and shapes, of arrays or `jax.ShapeDtypeStruct`: each leaf is put to its sharding.
-        Leaves have the published dtype, whatever that of `like`.
+        Leaves have the published dtype, whatever that of `like`; for one of 64 bits `jax_enable_x64` must be set.
       start: "newest" begins with the newest state, and leaves out states that were overtaken while the caller was busy,
-        for rollouts; "oldest" begins with the oldest one that is kept and leaves out none, for evaluation.
+        for rollouts; "oldest" begins with the oldest one that is kept and leaves out none, for evaluation, but what is
+        damaged and what follows up to the next anchor.
       poll: seconds between two looks for a new state.
       timeout: seconds without a new state after which the iteration ends; `None` waits for ever.
       patience: seconds for which a store that fails, or a state that is damaged, is waited for.
@@ -59,7 +61,7 @@ def follow(
       PublishMismatchError: what is published has other names or shapes, or another format, or was replaced.
       PublishDamagedError: a state is missing or damaged, and no anchor came after it within `patience`.
       PublishOfflineError: the store refuses requests, or was out of reach for `patience` seconds.
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range, or a sharding of `like` has no devices.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -77,13 +79,23 @@ def follow(
     check_range("patience", patience, 0)
     if timeout is not None:
         check_range("timeout", timeout, 0)
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like)]
-    is_split = any(sharding is not None and not sharding.is_fully_addressable for sharding in shardings)
+    is_split = any(not _is_here(name, leaf) for name, leaf in named_leaves(like, "params"))
     name = place_of(url)
     chain = Chain(Requests(open_store(url), patience), name)
     group = open_group() if is_split else alone()
     following = _Following(chain, group, name, like, start == "oldest", float(poll), float(patience))
     return following.lead(timeout) if group.process == 0 else following.serve()
+
+
+def _is_here(name: str, leaf: Any) -> bool:
+    """Whether this process has all devices that a leaf is wanted on."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        raise ValueError(
+            f"like has `{name}` on an abstract mesh, {sharding}, which has no devices: give "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), or arrays"
+        )
+    return sharding is None or sharding.is_fully_addressable
 
 
 class _Following(NamedTuple):
@@ -146,7 +158,7 @@ class _Following(NamedTuple):
         return moved > 0 and self.chain.words is not None
 
     def _move(self) -> bool:
-        return self.chain.advance(from_oldest=self.each and self.chain.number == 0)
+        return self.chain.advance(from_oldest=self.each)
 
     def _meet(self) -> None:
         """Moves all processes on to one state: one that has gone on with a later anchor cannot go back."""

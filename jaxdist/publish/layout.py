@@ -120,8 +120,9 @@ def read_layout(name: str, body: bytes, leaves: Sequence[PublishedLeaf]) -> Shar
         parts = tuple(tuple(_read_box(*fields) for fields in boxes) for boxes in json.loads(body)["parts"])
         for box in (box for boxes in parts for box in boxes):
             sizes[box.leaf] += leaves[box.leaf]._replace(shape=box.shape).size
-        assert sizes == [leaf.size for leaf in leaves]
-    except (ValueError, TypeError, KeyError, IndexError, AssertionError, RecursionError) as error:
+        if sizes != [leaf.size for leaf in leaves]:
+            raise ValueError("its boxes are not as large as the leaves")
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise PublishDamagedError(f"{name} is no layout of these leaves: {type(error).__name__}: {error}") from error
     return ShardLayout(name, parts)
 
@@ -158,7 +159,8 @@ def _box_at(number: int, index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 def _take_box(x: Any, leaf: PublishedLeaf, box: Box, layout: ShardLayout, process: int) -> Any:
     if not isinstance(x, jax.Array):
-        return view_words(np.array(x), leaf)
+        # A number of Python that is too large for its dtype is an error, not another number.
+        return view_words(np.array(x, None if hasattr(x, "dtype") else leaf.values), leaf)
     if not layout.name:
         return x
     # A program of arrays that other processes have, too, would have to run on all of them: so the data of a shard.

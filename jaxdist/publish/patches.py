@@ -218,7 +218,8 @@ def _select(changes: Sequence[Changes], old: Sequence[np.ndarray], pieces: Seque
 def _plan_simple(part: _Part) -> _Plan:
     if not len(part.where):
         return _Plan(1, bytes([0]), [])
-    vectors = [np.diff(part.where, prepend=-1) - 1, _zigzag(part.after - part.before) - 1]
+    # Vectors of several plans are in memory until one is chosen: positions of 64 bits would be most of it.
+    vectors = [_narrow(np.diff(part.where, prepend=-1) - 1), _narrow(_zigzag(part.after - part.before) - 1)]
     return _Plan(5 + sum(map(_estimate, vectors)), bytes([1]) + number_bytes(len(part.where)), vectors)
 
 
@@ -275,6 +276,10 @@ def _blocks_by_class(words: np.ndarray, dtype: str) -> Iterator[tuple[int, list[
         order = np.argsort(classes, kind="stable")
         bounds = np.searchsorted(classes, np.arange(CLASSES + 1), sorter=order)
         yield start, [order[first:last] for first, last in itertools.pairwise(bounds)]
+
+
+def _narrow(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.min_scalar_type(int(np.max(numbers))), copy=False)
 
 
 def _zigzag(steps: np.ndarray) -> np.ndarray:

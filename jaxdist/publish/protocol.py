@@ -41,7 +41,8 @@ from .words import PublishedLeaf
 FORMAT, FORMAT_OF_PARTS = 2, 3
 DESCRIPTION = "publish.json"
 ANCHOR_MAGIC = b"jdanchor"
-_NAME = re.compile(r"(commits|publishers)/[0-9]+|(patches|anchors)/[0-9]+-[0-9a-f]{32}|layouts/[0-9a-f]{32}")
+# Numbers are sorted as text, and have no shorter form.
+_NAME = re.compile(r"(commits|publishers)/[0-9]{8,}|(patches|anchors)/[0-9]{8,}-[0-9a-f]{32}|layouts/[0-9a-f]{32}")
 
 
 class PublicationPart(NamedTuple):
@@ -117,10 +118,12 @@ def anchors_of(publication: Publication) -> list[str]:
     return names if all(names) else []
 
 
-def bodies_of(publication: Publication) -> list[str]:
-    """The names that a record has: its layout, and the bytes of its state."""
-    names = [publication.layout, *(name for part in parts_of(publication) for name in (part.patch, part.anchor))]
-    return [name for name in names if name]
+def bodies_of(publication: Publication) -> dict[str, int]:
+    """The names that a record has: the bytes of its state, with their sizes, and its layout, whose size it has not."""
+    sizes = {publication.layout: 0}
+    for part in parts_of(publication):
+        sizes |= {part.patch: part.patch_bytes, part.anchor: part.anchor_bytes}
+    return {name: size for name, size in sizes.items() if name}
 
 
 def commit_name(number: int) -> str:
@@ -149,22 +152,24 @@ def is_of_protocol(name: str) -> bool:
 
 
 def hash_in(name: str) -> str:
-    """The hash in the name of bytes."""
-    return name.rpartition("-")[2]
+    """The hash in the name of bytes, or of a layout."""
+    return re.split("[-/]", name)[-1]
 
 
 def write_publication(publication: Publication) -> bytes:
-    """A record as JSON; that of a whole does not speak of parts."""
+    """A record as JSON, with a hash of itself, so that another step is damage; that of a whole has no parts."""
     fields = {key: value for key, value in publication._asdict().items() if key in _WHOLE or publication.layout}
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    return _write_json(fields | {"check": hash_of(_write_json(fields))})
 
 
 def read_publication(name: str, body: bytes) -> Publication:
     """A record from its JSON. Raises `PublishDamagedError` for anything else."""
     try:
         fields = json.loads(body)
-        found = Publication(**{key: _KINDS[key](value) for key, value in fields.items()})
-        if found.number != number_in(name) or json.loads(write_publication(found)) != fields:
+        found = Publication(**{key: _KINDS[key](value) for key, value in fields.items() if key != "check"})
+        own = json.loads(write_publication(found))
+        # Early ones have no hash of themselves.
+        if found.number != number_in(name) or own != {"check": own["check"]} | fields:
             raise ValueError(f"it is {fields}")
         return found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -179,6 +184,10 @@ def read_part(fields: Sequence[Any]) -> PublicationPart:
 
 _WHOLE = Publication._fields[:-2]
 _KINDS: dict[str, Any] = Publication.__annotations__ | {"parts": lambda some: tuple(map(read_part, some))}
+
+
+def _write_json(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
 def write_description(identity: str, leaves: Sequence[PublishedLeaf], has_parts: bool) -> bytes:
@@ -196,20 +205,24 @@ def read_description(body: bytes, place: str) -> tuple[str, list[PublishedLeaf]]
     """
     try:
         found = json.loads(body)
-        number, identity = found["format"], str(found["id"])
+        number = found["format"]
+        # Another one may say everything else in another way.
+        if isinstance(number, int) and number not in (FORMAT, FORMAT_OF_PARTS):
+            raise PublishMismatchError(
+                f"{place} has format {number}, this version of jaxdist has {FORMAT} and {FORMAT_OF_PARTS}; use the one "
+                "that publishes there, or publish to an empty place"
+            )
         leaves = [
             PublishedLeaf(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in found["leaves"]
         ]
-        assert all(leaf.size >= 0 for leaf in leaves)
-    except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
+        if not isinstance(number, int) or any(size < 0 for leaf in leaves for size in (*leaf.shape, leaf.size)):
+            raise ValueError(f"it is {found}")
+        return str(found["id"]), leaves
+    except PublishMismatchError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         problem = f"{DESCRIPTION} in {place} is damaged ({type(error).__name__}: {error}); restore it from a copy, or "
         raise PublishDamagedError(f"{problem}publish to an empty place") from error
-    if number not in (FORMAT, FORMAT_OF_PARTS):
-        raise PublishMismatchError(
-            f"{place} has format {number}, this version of jaxdist has {FORMAT} and {FORMAT_OF_PARTS}; use the one "
-            "that publishes there, or publish to an empty place"
-        )
-    return identity, leaves
 
 
 def shapes_of(leaves: Sequence[PublishedLeaf]) -> dict[str, Any]:
@@ -219,7 +232,7 @@ def shapes_of(leaves: Sequence[PublishedLeaf]) -> dict[str, Any]:
 
 def write_anchor(words: Sequence[np.ndarray]) -> bytes:
     """All bits of a state."""
-    return b"".join([ANCHOR_MAGIC, *(x.tobytes() for x in words)])
+    return b"".join([ANCHOR_MAGIC, *(x.data for x in words)])
 
 
 def read_anchor(name: str, body: bytes | bytearray, leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:

@@ -54,6 +54,11 @@ class Requests:
             return
         yield from self._get_ranges([(name, start, min(start + PIECE, size)) for start in range(0, size, PIECE)])
 
+    def ends_at(self, name: str, size: int) -> bool:
+        """Whether a name has so many bytes, as far as its store reads ranges."""
+        read = self._store.get_range
+        return read is None or len(self._ask(read, name, size - 1, size + 1) or b"") == 1
+
     def get_several(self, names: Sequence[tuple[str, int]]) -> Iterator[bytes | None]:
         """The bytes of names of known sizes: the next ones are on the way while one is looked at."""
         if self._store.get_range is None or len(names) <= 1:

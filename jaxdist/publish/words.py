@@ -1,5 +1,6 @@
 """The bits of a tree of parameters: flat vectors of unsigned words in host memory, and back."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._core.trees import is_key, leaf_name
+from .._core.trees import is_key, named_leaves
 from .._core.types import PyTree
 from .._stores.base import begin_hash
 from .base import PublishMismatchError
@@ -27,12 +28,12 @@ class PublishedLeaf(NamedTuple):
     @property
     def bits(self) -> np.dtype:
         """The dtype of its words."""
-        return np.dtype(WORDS[self.values.itemsize])
+        return _dtypes_of(self.dtype)[0]
 
     @property
     def values(self) -> np.dtype:
         """The dtype of its entries."""
-        return jnp.dtype(self.dtype)
+        return _dtypes_of(self.dtype)[1]
 
     @property
     def size(self) -> int:
@@ -41,24 +42,37 @@ class PublishedLeaf(NamedTuple):
         return count * (self.values.itemsize // self.bits.itemsize)
 
 
+@functools.cache
+def _dtypes_of(name: str) -> tuple[np.dtype, np.dtype]:
+    """The dtypes of words and of entries, by name: looked up for each leaf of each state."""
+    values = jnp.dtype(name)
+    return np.dtype(WORDS[values.itemsize]), values
+
+
 def describe(tree: PyTree, dtype: DTypeLike | None) -> list[PublishedLeaf]:
     """The leaves of a tree as they are published: floating-point ones that are wider than `dtype` in that.
 
     Raises:
-      ValueError: a leaf is a key.
+      ValueError: a leaf is a key, or no array of numbers.
     """
-    return [_describe_leaf(leaf_name(path, "params"), x, dtype) for path, x in _leaves(tree)]
+    return [_describe_leaf(name, x, dtype) for name, x in named_leaves(tree, "params")]
+
+
+def signature_of(tree: PyTree) -> tuple[Any, list[tuple[Any, Any]]]:
+    """What the description of a tree follows from: its structure, and the shapes and dtypes of its leaves."""
+    arrays, structure = jax.tree.flatten(tree)
+    return structure, [(getattr(x, "shape", None), getattr(x, "dtype", type(x))) for x in arrays]
 
 
 def arrays_of(tree: PyTree) -> list[Any]:
     """The leaves of a tree, in the order of `describe`."""
-    return [x for _, x in _leaves(tree)]
+    return jax.tree.leaves(tree)
 
 
 def copy_to_host(arrays: Sequence[Any], leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:
     """Copies arrays, or words, to host memory; later changes of their buffers do not reach the copy."""
     pairs = list(zip(arrays, leaves))
-    wide = [n for n, (x, leaf) in enumerate(pairs) if isinstance(x, jax.Array) and str(x.dtype) != leaf.dtype]
+    wide = [n for n, (x, leaf) in enumerate(pairs) if isinstance(x, jax.Array) and x.dtype != leaf.values]
     fresh = dict(zip(wide, cast([arrays[n] for n in wide], [leaves[n] for n in wide])))
     for x in fresh.values():
         x.copy_to_host_async()
@@ -111,10 +125,20 @@ def place(values: Iterable[np.ndarray], like: PyTree) -> PyTree:
 
 
 def check_like(leaves: Sequence[PublishedLeaf], like: PyTree, place: str) -> None:
-    """Raises `PublishMismatchError` unless a tree has the names and shapes of what is published; dtypes may differ."""
+    """Raises `PublishMismatchError` unless a tree has the names and shapes of what is published; dtypes may differ.
+
+    So it does where arrays here cannot have a dtype that is published: JAX would round its numbers.
+    """
     found = {leaf.name: leaf.shape for leaf in leaves}
-    wanted = {leaf_name(path, "params"): tuple(np.shape(x)) for path, x in _leaves(like)}
+    wanted = {name: tuple(np.shape(x)) for name, x in named_leaves(like, "params")}
     check_equal(found, wanted, place)
+    for leaf in leaves:
+        own = jax.dtypes.canonicalize_dtype(leaf.values)
+        if own != leaf.values:
+            raise PublishMismatchError(
+                f"{place} holds {leaf.name!r} in {leaf.dtype}, and JAX makes {own} of that here: set jax_enable_x64 in "
+                f"this process, or publish the leaf as jnp.asarray(..., {own})"
+            )
 
 
 def check_equal(found: dict[str, Any], own: dict[str, Any], place: str) -> None:
@@ -143,16 +167,28 @@ def _cast(arrays: list[Any], dtypes: tuple[str, ...]) -> list[Any]:
     return [jnp.array(x, jnp.dtype(dtype), copy=True) for x, dtype in zip(arrays, dtypes)]
 
 
-def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
-
-
 def _describe_leaf(name: str, x: Any, dtype: DTypeLike | None) -> PublishedLeaf:
     if isinstance(x, jax.Array) and is_key(x):
         raise ValueError(f"`{name}` is a key of random numbers; publish jax.random.key_data of it, or leave it out")
-    own = jnp.dtype(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
+    own = _dtype_of(x)
+    if own is None:
+        kind = f"of dtype {x.dtype}" if hasattr(x, "__array__") else f"a {type(x).__name__}"
+        raise ValueError(f"`{name}` is {kind}, and no array of numbers; leave it out")
     narrow = dtype is not None and jnp.issubdtype(own, jnp.floating) and jnp.dtype(dtype).itemsize < own.itemsize
     return PublishedLeaf(name, tuple(np.shape(x)), str(jnp.dtype(dtype) if narrow else own))
+
+
+def _dtype_of(x: Any) -> np.dtype | None:
+    """The dtype of an array of numbers, or that which JAX gives to one of Python; `None` for anything else."""
+    if isinstance(x, int | float | complex):
+        return jnp.result_type(x)
+    if not hasattr(x, "__array__"):
+        return None
+    own = np.dtype(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
+    # NumPy has numbers of 10 bytes, too.
+    longest = 16 if jnp.issubdtype(own, jnp.complexfloating) else 8
+    is_number = own == jnp.bool_ or jnp.issubdtype(own, jnp.number)
+    return own if is_number and own.itemsize <= longest else None
 
 
 def _place_leaf(x: np.ndarray, sharding: Any) -> Any:

@@ -65,14 +65,14 @@ def accordion(
     the gradient alone decides. The law is the weaker one of the two reducers.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.accordion(
       ...     jd.compressed(jd.top_k(0.99)), jd.compressed(jd.top_k(0.5)), epoch_steps=1, interval_steps=1
       ... )
       >>> x, kept = jnp.array([1.0, 4.0]), []
-      >>> state = reducer.init(x)
+      >>> state, reduce = reducer.init(x), jax.jit(lambda x, state: reducer.reduce(x, state, jd.comm.alone()))
       >>> for _ in range(3):  # nothing to compare with, then nothing changes
-      ...     reduced, state = reducer.reduce(x, state, jd.comm.alone())
+      ...     reduced, state = reduce(x, state)
       ...     kept.append(int((reduced.mean != 0).sum()))
       >>> kept
       [2, 2, 1]

@@ -65,10 +65,10 @@ def alq(
       every: and again after so many.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.alq(3)
       >>> x = jnp.sin(jnp.arange(100.0))
-      >>> reduced, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+      >>> reduced, state = jax.jit(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.alone()))(x)
       >>> state.levels.shape, bool(jnp.abs(state.levels[3:5]).max() < 0.3)
       ((8,), True)
 

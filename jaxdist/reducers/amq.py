@@ -39,10 +39,10 @@ def amq(
     AMQ-N.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.amq(3)
       >>> x = jnp.sin(jnp.arange(100.0))
-      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+      >>> _, state = jax.jit(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.alone()))(x)
       >>> bool(0.3 < state.levels[-2] < 0.9)  # p
       True
 

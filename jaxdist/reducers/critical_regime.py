@@ -91,12 +91,13 @@ def critical_regime(
       UserWarning: from `init`, `schedule` falls by more than `fall` in consecutive steps, so all are critical.
 
     Examples:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> from jaxdist.reducers import critical_regime
       >>> detector = critical_regime(epoch_steps=1, interval_steps=1)
+      >>> judge = jax.jit(lambda state, x: detector.after(detector.before(state, learning_rate=0.1), x))
       >>> state, verdicts = detector.init(jnp.zeros(1)), []
       >>> for norm in (10.0, 4.0, 3.0):
-      ...     state = detector.after(detector.before(state, learning_rate=0.1), jnp.full(1, norm))
+      ...     state = judge(state, jnp.full(1, norm))
       ...     verdicts.append(bool(state.critical))
       >>> verdicts, bool(detector.before(state, learning_rate=0.01).critical)
       ([True, True, False], True)

@@ -47,11 +47,12 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
       ValueError: `eta` is outside (0, 1], the reducer is no contraction, or its law is `Law.UNBIASED`.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.ef21(jd.compressed(jd.top_k(0.5)))
       >>> state, x = reducer.init(jnp.zeros(2)), jnp.array([1.0, 4.0])
+      >>> reduce = jax.jit(lambda x, state: reducer.reduce(x, state, jd.comm.alone()))
       >>> for _ in range(2):
-      ...     reduced, state = reducer.reduce(x, state, jd.comm.alone())
+      ...     reduced, state = reduce(x, state)
       >>> reduced.mean.tolist()
       [1.0, 4.0]
 

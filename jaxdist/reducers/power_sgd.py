@@ -101,10 +101,10 @@ def power_sgd(
       own: what error feedback subtracts; `"paper"`, the mean, is for comparison.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.power_sgd(rank=1, min_compression_rate=0.0)
       >>> w = jnp.outer(jnp.arange(3.0), jnp.arange(4.0))  # of rank 1: lossless
-      >>> reduced, _ = reducer.reduce(w, reducer.init(w), jd.comm.alone())
+      >>> reduced, _ = jax.jit(lambda w: reducer.reduce(w, reducer.init(w), jd.comm.alone()))(w)
       >>> bool(jnp.allclose(reduced.mean, w, atol=1e-5))
       True
 

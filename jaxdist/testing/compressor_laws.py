@@ -68,8 +68,8 @@ def assert_compressor_laws(
       loses_nan: true for a code that does not keep NaN and infinity, as its docstring should say.
 
     Examples:
-      >>> from jaxdist.compressors import qsgd
-      >>> assert_compressor_laws(qsgd(4), shapes=[(), (0,), (37,)])
+      >>> from jaxdist.compressors import scaled_sign
+      >>> assert_compressor_laws(scaled_sign(), shapes=[(), (0,), (37,)], dtypes=["float32"])
     """
     if not shapes or not dtypes:
         raise ValueError(f"shapes and dtypes must not be empty, got {shapes} and {dtypes}")

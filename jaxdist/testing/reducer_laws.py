@@ -100,7 +100,7 @@ def assert_reducer_laws(
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> assert_reducer_laws(jd.compressed(jd.top_k(0.5)), like=jnp.zeros(37), steps=2)
+      >>> assert_reducer_laws(jd.compressed(jd.compressors.scaled_sign()), like=jnp.zeros(37), dtypes=["float32"])
     """
     check_count("steps", steps, 1)
     like = LIKE if like is None else like
@@ -169,18 +169,21 @@ def _check_not_finite(reducer: Reducer, group: _Group, like: PyTree) -> None:
     leaves, structure = jax.tree.flatten(like)
     # By the number of dimensions: matrices and vectors may go different ways.
     found = {min(len(leaf.shape), 2): i for i, leaf in reversed(list(enumerate(leaves))) if math.prod(leaf.shape) > 1}
+    # Nothing in place of the others, whose mean may be what it likes.
+    kept: list[jax.ShapeDtypeStruct | None] = [None] * len(leaves)
     for dimensions, i in found.items():
         shape = (ENTRIES,) if dimensions == 1 else (100, ENTRIES // 100)
-        leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
+        kept[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
+    leaves, structure = jax.tree.flatten(structure.unflatten(kept))
     run_on = _make_runner(reducer, group, structure.unflatten(leaves))
     clean = _gaussian(structure.unflatten(leaves), group.count, jax.random.key(0))
     for value in NOT_FINITE:
-        for i in found.values():
+        for i, leaf in enumerate(leaves):
             batch = jax.tree.leaves(clean)
             # Of the last worker, whose processes tell apart what wins.
-            batch[i] = batch[i].at[(-1, *(-2 for _ in leaves[i].shape))].set(value)
+            batch[i] = batch[i].at[(-1, *(-2 for _ in leaf.shape))].set(value)
             mean = jax.tree.map(lambda x: x[1], run_on([clean, structure.unflatten(batch)]).means)
-            detail = f"{value} among the entries of a leaf {leaves[i].shape} of one worker"
+            detail = f"{value} among the entries of a leaf {leaf.shape} of one worker"
             _law("what is not finite gives a mean that is not", not _finite(mean), detail)
 
 

@@ -61,12 +61,12 @@ def dynamic_loss_scale(
       factor: the factor by which `S` grows and shrinks; a power of two, so that nothing is rounded.
 
     Examples:
-      >>> import jax.numpy as jnp, optax, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.transforms.dynamic_loss_scale(optax.sgd(1.0), initial=4.0, growth_interval=2, axis=None)
-      >>> state = tx.init(jnp.zeros(1))
+      >>> state, update = tx.init(jnp.zeros(1)), jax.jit(tx.update)
       >>> scales = []
       >>> for gradient in (8.0, jnp.inf, 4.0, 2.0):
-      ...     updates, state = tx.update(jnp.array([gradient]), state)
+      ...     updates, state = update(jnp.array([gradient]), state)
       ...     scales.append(float(jd.transforms.loss_scale(state)))
       >>> scales, updates.tolist()
       ([4.0, 2.0, 2.0, 4.0], [-1.0])

@@ -97,6 +97,8 @@ def decode_mean(
     workers = jax.tree.leaves(payloads)[0].shape[0]
     if workers == 1:
         return decode(first)
+    # The decoder is needed up to six times below, beside the sum and inside it for each platform: traced once.
+    decode = jax.jit(decode, inline=True)
     extend = add or (lambda payload, total: total + decode(payload))
 
     def add_all(total: Array, payloads: Payload, unroll: int = 1) -> Array:

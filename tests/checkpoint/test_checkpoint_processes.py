@@ -1,4 +1,7 @@
-"""Two processes save, and one cannot do its part: the other knows within seconds, and the next save works."""
+"""Two processes save, and one cannot do its part: the other knows within seconds, and the next save works.
+
+What is tested by default runs in the two processes of `tests/processes/test_processes.py`.
+"""
 
 import pytest
 from two_processes import run_two_processes
@@ -17,14 +20,15 @@ FAILURES = {
 }
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, pytestconfig):
+def results(tmp_path_factory):
     """What each process printed."""
-    cases = FAILURES if pytestconfig.getoption("--slow") else ()
-    return run_two_processes("failing.py", tmp_path_factory.mktemp("failing"), *cases, timeout=LIMIT)
+    return run_two_processes("failing.py", tmp_path_factory.mktemp("failing"), timeout=LIMIT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_save_that_one_cannot_do_is_known_to_both(results, failure):
     whose, kind = FAILURES[failure]
@@ -40,37 +44,13 @@ def test_a_save_that_one_cannot_do_is_known_to_both(results, failure):
     assert own[3][0] == other[3][0] == ""  # and the next save works
 
 
-@pytest.mark.slow
 def test_a_step_beyond_32_bits_is_resumed(results):
     assert results[0]["large"] == results[1]["large"] == [3_000_000_000, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
 
 
-@pytest.mark.slow
 def test_processes_that_share_no_disk_are_refused(results):
     """Process 0 would commit a checkpoint without the parts of the others."""
     first, second = (result["own disks"] for result in results)
     assert (second[0], second[4]) == ("ValueError", None)
     assert "process 1 does not see" in second[2]
     assert (first[0], first[1], first[4]) == ("CheckpointPeerError", 1, None)
-
-
-def test_a_loop_that_goes_on_after_a_failure_stays_in_step(results):
-    """Process 1 failed in the first `save`, process 0 hears of it in the second, and the third works in both."""
-    assert results[1]["again"] == [["PermissionError", "CheckpointPeerError", ""], 4]
-    assert results[0]["again"] == [["", "CheckpointPeerError", ""], 4]
-
-
-def test_different_steps_are_refused(results):
-    for result in results:
-        name, _, text, _ = result["different steps"]
-        assert name in ("ValueError", "CheckpointPeerError")
-        assert "save different steps, [0, 1]" in text
-
-
-def test_a_leaf_that_was_not_placed_is_named(results):
-    for result in results:
-        for name, _, text, seconds in result["not placed"]:
-            assert name in ("ValueError", "CheckpointPeerError")
-            assert "leaf `own` is an array of each process" in text
-            assert "jd.place(state, mesh)" in text
-            assert seconds < SECONDS

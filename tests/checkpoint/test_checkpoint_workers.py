@@ -134,11 +134,12 @@ def test_codes_stay_with_their_scales_and_statistics_are_maxima(tmp_path):
         rows = jnp.arange(1, 5).reshape(4, *[1] * (x.ndim - 1))
         return x + rows.astype(x.dtype) if x.dtype != jnp.uint8 else x ^ rows.astype(x.dtype)
 
-    state = jax.tree.map(fill, jd.place(jd.PerWorker(of_each_worker()), 4))
+    made = jax.jit(of_each_worker)()
+    state = jax.tree.map(fill, jd.place(jd.PerWorker(made), 4))
     checkpoint.save(tmp_path, state, 1)
     wanted = jax.tree.map(lambda x: x[0], state.value) | {"fp8": {"_overwrite_with_gradient": {"amax": jnp.full(2, 4)}}}
-    one = checkpoint.restore(tmp_path, jd.place(of_each_worker(), 1))
-    two = checkpoint.restore(tmp_path, jd.place(jd.PerWorker(of_each_worker()), 2))
+    one = checkpoint.restore(tmp_path, jd.place(made, 1))
+    two = checkpoint.restore(tmp_path, jd.place(jd.PerWorker(made), 2))
     for found in (one, jax.tree.map(lambda x: x[0], two.value), jd.consensus(state)):
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
     jax.tree.map(np.testing.assert_array_equal, two, jd.resize(state, 2))

@@ -28,7 +28,7 @@ TINY = ["--model", "gpt:tiny,context=8,width=16", "--steps", "3", "--batch", "8"
 def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("train")
     with contextlib.redirect_stdout(open(out / "printed", "w")) as printed:
-        code = cli.main(["train", *TINY, "--reducer", "ef:top_k:0.05", "--devices", "4", "--out", str(out)])
+        code = cli.main(["train", *TINY, "--reducer", "ef:sign", "--devices", "4", "--out", str(out)])
         printed.close()
     return code, out, (out / "printed").read_text()
 
@@ -46,7 +46,7 @@ def test_train_leaves_log_plot_and_checkpoint(trained):
 
 def test_train_logs_every_step_of_both_runs(trained):
     lines = results.read_log(trained[1] / "log.jsonl")
-    for name in ("exact", "ef:top_k:0.05"):
+    for name in ("exact", "ef:sign"):
         own = [line for line in lines if line["reducer"] == name]
         assert [line["kind"] for line in own] == ["run", "step", "step", "step", "summary"]
         assert own[0]["workers"] == 4
@@ -57,7 +57,7 @@ def test_train_logs_every_step_of_both_runs(trained):
 
 def test_train_reports_what_the_log_says(trained):
     heads = {line["reducer"]: line for line in results.read_log(trained[1] / "log.jsonl") if line["kind"] == "run"}
-    ratio = heads["exact"]["wire_bytes_per_step"] / heads["ef:top_k:0.05"]["wire_bytes_per_step"]
+    ratio = heads["exact"]["wire_bytes_per_step"] / heads["ef:sign"]["wire_bytes_per_step"]
     assert f"{ratio:,.1f} times fewer" in " ".join(trained[2].split())
 
 
@@ -76,7 +76,7 @@ def test_the_savings_of_a_resumed_run_are_those_of_all_its_steps(capsys):
 def test_checkpoint_of_train_can_be_restored(trained):
     mesh = jd.make_mesh({"data": 4})
     workload = parse.parse_workload("text", "gpt:tiny,context=8,width=16")
-    reducer, optimizer = parse.parse_reducer("ef:top_k:0.05"), optax.adam(1e-3)
+    reducer, optimizer = parse.parse_reducer("ef:sign"), optax.adam(1e-3)
     run = train.prepare(workload, reducer, optimizer, mesh=mesh, batch_size=8)
     state = results.restore(trained[1] / "checkpoint", run.state)
     log = results.read_log(trained[1] / "log.jsonl")
@@ -93,7 +93,7 @@ def test_train_goes_on_with_fewer_workers(trained, tmp_path):
     arguments = [
         *TINY,
         "--reducer",
-        "ef:top_k:0.05",
+        "ef:sign",
         "--devices",
         "2",
         "--steps",
@@ -115,7 +115,7 @@ def test_train_goes_on_with_fewer_workers(trained, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_train_saves_and_leaves_at_a_signal(tmp_path, number):
     log = tmp_path / "log.jsonl"
-    command = [sys.executable, "-m", "jaxdist._cli", "train", *TINY, "--steps", "100000", "--reducer", "ef:top_k:0.05"]
+    command = [sys.executable, "-m", "jaxdist._cli", "train", *TINY, "--steps", "100000", "--reducer", "ef:sign"]
     with subprocess.Popen([*command, "--no-baseline", "--out", str(tmp_path)], stderr=subprocess.PIPE) as run:
         try:
             while not (log.exists() and log.read_text().count("\n") > 2):

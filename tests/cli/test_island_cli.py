@@ -174,29 +174,33 @@ def test_mistyped_options_of_a_store_are_one_line(options, message, capsys):
     assert printed.count("\n") == 1
 
 
-def test_a_run_in_a_bucket_is_shown_with_the_options_of_its_store(tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def server():
+    """The address of a server; each test has a run of its own in its bucket."""
     pytest.importorskip("obstore")
-    forget_credentials(monkeypatch, tmp_path)
     with s3_server() as url:
-        train(s3_bucket(url), method(), "eu-1", 2)
-        store = f"endpoint={url},region=us-east-1,access_key_id=key,secret_access_key=secret,timeout=20"
-        assert cli.main(["islands", "s3://islands/run", "--store", store]) == 0
-        assert "eu-1" in capsys.readouterr().out
-        assert cli.main(["islands", "s3://islands/other", "--store", store]) == 2
-        assert "no run" in capsys.readouterr().err
+        yield url
+
+
+def test_a_run_in_a_bucket_is_shown_with_the_options_of_its_store(server, tmp_path, monkeypatch, capsys):
+    forget_credentials(monkeypatch, tmp_path)
+    train(s3_bucket(server), method(), "eu-1", 2)
+    store = f"endpoint={server},region=us-east-1,access_key_id=key,secret_access_key=secret,timeout=20"
+    assert cli.main(["islands", "s3://islands/run", "--store", store]) == 0
+    assert "eu-1" in capsys.readouterr().out
+    assert cli.main(["islands", "s3://islands/other", "--store", store]) == 2
+    assert "no run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["renew", "Renewed"])
-def test_credentials_come_from_a_function_or_class_of_ones_own(name, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("obstore")
+def test_credentials_come_from_a_function_or_class_of_ones_own(name, server, tmp_path, monkeypatch, capsys):
     forget_credentials(monkeypatch, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path(f"keys_of_{name}.py").write_text(PROVIDERS)
-    with s3_server() as url:
-        train(s3_bucket(url), method(), "eu-1", 1)
-        store = f"endpoint={url},region=us-east-1,credential_provider=keys_of_{name}:{name}"
-        assert cli.main(["islands", "s3://islands/run", "--store", store]) == 0
+    train(s3_bucket(server, f"s3://islands/{name}"), method(), "eu-1", 1)
+    store = f"endpoint={server},region=us-east-1,credential_provider=keys_of_{name}:{name}"
+    assert cli.main(["islands", f"s3://islands/{name}", "--store", store]) == 0
     assert "eu-1" in capsys.readouterr().out
     assert Path("asked").read_text() == name
 

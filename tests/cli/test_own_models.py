@@ -187,19 +187,19 @@ def test_the_reference_plans(folder, monkeypatch, capsys):
 
 
 def test_layers_of_ones_own_are_planned_one_by_one(folder, monkeypatch, capsys):
-    """Three of forty layers are on the device; the rest, and what enters each layer, is on the host."""
+    """Three of six layers are on the device; the rest, and what enters each layer, is on the host."""
     mesh = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
     monkeypatch.setattr(planning.pods, "gpu", lambda target, axes: mesh)
-    layered = parse.parse_layers("own_models:of_layers:40")
+    layered = parse.parse_layers("own_models:of_layers:6")
     # An example is 8 entries of float32 between two layers.
-    assert (layered.count, layered.input_bytes) == (40, 32)
+    assert (layered.count, layered.input_bytes) == (6, 32)
     method = parse.parse_method("exact", "adam:1e-3")
     found = planning_disk.plan_layers("rtx4090:1x1", layered, method, place="host", batch_size=4)
-    assert found.parameters == 24 + 40 * 64 + 8
+    assert found.parameters == 24 + 6 * 64 + 8
     assert found.device_bytes["parameters"] == 3 * 64 * 4
     assert found.device_bytes["optimizer state"] == 3 * 64 * 8
     assert found.host_bytes["parameters"] == 4 * found.parameters
-    assert found.host_bytes["inputs of layers"] == 40 * 4 * 32
+    assert found.host_bytes["inputs of layers"] == 6 * 4 * 32
     assert cli.main(["plan", "--target", "rtx4090:1x1", "--model", "own_models:of_layers", "--offload", "layers"]) == 0
     assert "own_models:of_layers, 160 parameters" in capsys.readouterr().out
 

@@ -154,6 +154,7 @@ ELSEWHERE = {
     "launch --nodes 2 --node 0 --address 10.0.0.1:29400 train.py": MACHINES,
     "launch --nodes 2 --node 1 --address 10.0.0.1:29400 --restarts 10 train.py": MACHINES,
     "publish s3://bucket/policy": BUCKET,
+    "publish s3://bucket/policy --last 100 --verify": BUCKET,
     "publish s3://bucket/policy --keep 1000 --older 7": BUCKET,
     "train --sync diloco:H=100 --islands s3://bucket/run-7 --name eu-1": BUCKET,
     "train --sync diloco:H=50 --reducer ef:qsgd:4 --islands s3://bucket/run-7 --name eu-1 --begin-with 2": BUCKET,

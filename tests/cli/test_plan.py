@@ -185,8 +185,8 @@ def test_layers_on_a_disk_leave_a_few_on_the_device(four, monkeypatch, capsys):
         return planning.Planned(**sizes, parameters=n, device_bytes=held, advice=(), compile_seconds=1.0, **seconds)
 
     monkeypatch.setattr(planning, "plan", compiled)
-    found = planning_disk.plan_layers("own", text_layers(config._replace(layers=40)), method)
-    assert found.parameters == found.wire_bytes == whole + 39 * each
+    found = planning_disk.plan_layers("own", text_layers(config._replace(layers=8)), method)
+    assert found.parameters == found.wire_bytes == whole + 7 * each
     assert found.compute_seconds == pytest.approx(4 / 3 * found.parameters)  # each layer once more
     # Parameters and two moments twice; the parameters are read in both passes.
     assert found.disk_bytes == 24 * found.parameters
@@ -194,14 +194,14 @@ def test_layers_on_a_disk_leave_a_few_on_the_device(four, monkeypatch, capsys):
     largest = max(each, whole - each)
     assert found.device_bytes == {"parameters": 12 * largest, "gradients": 4 * largest, "temporaries": 1000, "batch": 8}
     assert found.host_bytes["buffers"] == 3 * 12 * largest
-    assert found.host_bytes["inputs of layers"] == 4 * 40 * 4 * config.context * config.width
+    assert found.host_bytes["inputs of layers"] == 4 * 8 * 4 * config.context * config.width
     for refused in (["--zero", "3"], ["--sync", "diloco:H=4"]):
         assert main(["plan", "--target", "h100:1x1", "--model", MODEL, "--offload", "layers", *refused]) == 2
         assert "leave --sync and --zero out" in capsys.readouterr().err
 
 
 def test_layers_on_the_host_leave_three_on_the_device(four, workload, monkeypatch, capsys):
-    config, method = gpt.SIZES["tiny"]._replace(layers=40), parse.parse_method("exact", "adam:1e-3")
+    config, method = gpt.SIZES["tiny"]._replace(layers=8), parse.parse_method("exact", "adam:1e-3")
     plan = planning.plan
 
     def without_compiler(target, workload, method, **options):

@@ -39,6 +39,17 @@ def test_damage_is_named(folder, capsys):
     assert "commits/00000005 is no record" in shown
 
 
+def test_altered_bytes_are_found_on_request(folder, capsys):
+    (patch,) = (folder / "patches").glob("00000005-*")
+    patch.write_bytes(patch.read_bytes()[:-1] + b"?")
+    assert cli.main(["publish", str(folder)]) == 0
+    assert cli.main(["publish", str(folder), "--verify"]) == 1
+    assert f"patches/{patch.name} has other bytes than its hash says" in " ".join(capsys.readouterr().out.split())
+    patch.write_bytes(patch.read_bytes()[:-1])
+    assert cli.main(["publish", str(folder)]) == 1
+    assert "is cut or too long" in " ".join(capsys.readouterr().out.split())
+
+
 def test_what_cannot_work_is_one_line(tmp_path, capsys):
     assert cli.main(["publish", str(tmp_path)]) == 2
     assert "nothing is published" in capsys.readouterr().err

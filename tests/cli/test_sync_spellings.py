@@ -2,6 +2,7 @@
 
 import csv
 from functools import cache
+from unittest import mock
 
 import jax
 import numpy as np
@@ -258,12 +259,14 @@ def test_bad_sweeps_are_one_clear_line(arguments, message, capsys, tmp_path):
     assert message in capsys.readouterr().err
 
 
-def test_the_drawing_survives_a_method_that_fails(tmp_path, any_period):
+def test_the_drawing_survives_a_method_that_fails(tmp_path):
+    run = mock.create_autospec(train.Run, instance=True, units_per_step=8)
+
     def cell(method, period, loss, baseline=None):
         found = results.Evaluation(4, 10.0, {"loss": loss})
         records = (train.Record(4, loss, 0.1, 10.0, 1.0, 10.0),)
         one = results.RunResult(method, records, {"loss": loss}, 10.0 / (period + 1), 1.0, (found,))
-        return suites.collect_cell(method, period, [one], baseline, any_period, rate=0.1)
+        return suites.collect_cell(method, period, [one], baseline, run, rate=0.1)
 
     exact = cell("exact", 0, 1.0)
     cells = [exact, cell("DiLoCo", 8, np.nan, exact), cell("SlowMo", 8, 1.1, exact)]

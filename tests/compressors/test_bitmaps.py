@@ -23,12 +23,20 @@ def test_bitmaps(words, part):
     bitmap = bitmap.at[-1].set(bitmap[-1] | jnp.uint32(2**31))
     where = np.flatnonzero(flags)
     np.testing.assert_array_equal(bitmap, np.packbits(flags, bitorder="little").view(np.uint32))
-    np.testing.assert_array_equal(bitmap, bitmaps._to_words(jnp.asarray(flags)))
-    np.testing.assert_array_equal(jax.jit(lambda b: bitmaps.positions(b, where.size))(bitmap), where)
-    counts = bitmaps.ones(bitmap)
-    np.testing.assert_array_equal(running_sum(counts, most=32 * words), np.cumsum(counts))
-    assert sum_rows(counts[None].astype(jnp.float32)).tolist() == [[where.size]]
-    np.testing.assert_array_equal(bitmaps.from_positions(jnp.asarray(where), flags.size), flags)
+
+    @jax.jit
+    def of_all(bitmap, flags, where):
+        counts = bitmaps.ones(bitmap)
+        sums = running_sum(counts, most=32 * words), sum_rows(counts[None].astype(jnp.float32))
+        found = bitmaps.positions(bitmap, where.size), bitmaps.from_positions(where, flags.size)
+        return bitmaps._to_words(flags), counts, sums, found
+
+    in_words, counts, (running, total), (found, again) = of_all(bitmap, flags, where)
+    np.testing.assert_array_equal(in_words, bitmap)
+    np.testing.assert_array_equal(found, where)
+    np.testing.assert_array_equal(running, np.cumsum(counts))
+    assert total.tolist() == [[where.size]]
+    np.testing.assert_array_equal(again, flags)
     first = jax.jit(jax.vmap(bitmaps.first_ones, in_axes=(None, 0)))
     limits = np.array([0, 1, 2, where.size // 2, where.size - 1, where.size, where.size + 7])
     for limit, limited in zip(limits, first(bitmap, limits)):

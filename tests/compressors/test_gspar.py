@@ -68,8 +68,9 @@ def test_greedy_oracles(rounds, expected, moment):
 def test_a_step_of_newton_is_a_round_of_the_greedy_algorithm():
     x = student(10_000)
     magnitudes, rate = relative_magnitudes(jnp.asarray(x)), jnp.zeros(())
+    step = jax.jit(lambda rate: newton_rate(magnitudes, rate, 1000.0))
     for rounds in range(8):
-        rate = newton_rate(magnitudes, rate, 1000.0)
+        rate = step(rate)
         np.testing.assert_allclose(probabilities(magnitudes, rate), greedy_rounds(x, 0.1, rounds), rtol=1e-4)
 
 

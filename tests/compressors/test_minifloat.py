@@ -6,7 +6,11 @@ import pytest
 from codes import KEY, assert_mean
 from reference import blocks as reference
 
-from jaxdist.compressors.block_floats import E2M1, E3M0, E4M3, E5M2, decode, encode, magnitudes
+from jaxdist.compressors import block_floats
+from jaxdist.compressors.block_floats import E2M1, E3M0, E4M3, E5M2, magnitudes
+
+encode = jax.jit(block_floats.encode, static_argnums=(1, 2))
+decode = jax.jit(block_floats.decode, static_argnums=1)
 
 FORMS = {
     "e4m3": (E4M3, ml_dtypes.float8_e4m3fn),

@@ -68,7 +68,7 @@ def check(name, shape, dtype, seed):
         assert error <= (((1 - code.contraction(shape)) * energy + margin) ** 0.5 + rounded) ** 2
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(26)
 @each_code
 @settings(max_examples=2, deadline=None)
 @given(**examples)

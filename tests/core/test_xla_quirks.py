@@ -75,14 +75,19 @@ def test_rows_are_added_without_a_copy_of_wider_ones():
 @pytest.mark.parametrize("size", [0, 1, 8, 9, 1000, 4097])
 def test_sums_of_vectors_and_of_integers(size):
     x = np.random.default_rng(0).standard_normal(size).astype(np.float32)
-    np.testing.assert_allclose(jax.jit(sum_vector)(x), x.astype(np.float64).sum(), rtol=1e-5, atol=1e-4)
     counts = np.random.default_rng(0).integers(0, 32, (2, size), np.int32)
-    np.testing.assert_array_equal(jax.jit(sum_counts)(counts), counts.sum(1))
-    for most in (32 * size, 2**24):
-        found = jax.jit(partial(running_sum, most=most))(counts[0])
+
+    @jax.jit
+    def all_sums(x, counts):
+        running = [running_sum(counts[0], most=most) for most in (32 * size, 2**24)]
+        # The last in the form of TPUs.
+        return sum_vector(x), sum_counts(counts), [*running, _running_sum_of_lanes(counts[0])]
+
+    total, totals, running = all_sums(x, counts)
+    np.testing.assert_allclose(total, x.astype(np.float64).sum(), rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(totals, counts.sum(1))
+    for found in running:
         np.testing.assert_array_equal(found, counts[0].cumsum())
-    # The form of TPUs.
-    np.testing.assert_array_equal(jax.jit(_running_sum_of_lanes)(counts[0]), counts[0].cumsum())
 
 
 @pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 2**16 + 7])
@@ -150,10 +155,14 @@ def test_extremes_are_those_of_numpy_wherever_a_value_is_not_finite(dtype, value
 def test_extremes_over_axes_are_those_of_numpy(axis):
     x = np.random.default_rng(0).standard_cauchy((3, 40, 50)).astype(np.float32)
     x[1, 2, 3] = np.nan
-    for keepdims in (False, True):
-        for ours, numpy in ((largest_entry, np.max), (smallest_entry, np.min)):
-            found = jax.jit(partial(ours, axis=axis, keepdims=keepdims))(x)
-            np.testing.assert_array_equal(found, numpy(x, axis=axis, keepdims=keepdims))
+    forms = [
+        (ours, numpy, keep)
+        for keep in (False, True)
+        for ours, numpy in ((largest_entry, np.max), (smallest_entry, np.min))
+    ]
+    found = jax.jit(lambda x: [ours(x, axis=axis, keepdims=keep) for ours, _, keep in forms])(x)
+    for extreme, (_, numpy, keep) in zip(found, forms, strict=True):
+        np.testing.assert_array_equal(extreme, numpy(x, axis=axis, keepdims=keep))
     assert int(largest_entry(jnp.array([3, -4]))) == 3
     assert int(smallest_entry(jnp.array([-(2**31), 5], jnp.int32))) == -(2**31)
     assert float(largest_entry(jnp.zeros((0, 3)), initial=0.0)) == 0

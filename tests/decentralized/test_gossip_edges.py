@@ -69,9 +69,9 @@ def test_another_number_of_workers_continues_from_consensus(method, tmp_path):
         return jd.init_state(lambda: (jd.PerWorker(x), tx.init(x)), workers), jd.simulate(step, workers)
 
     state, run = start(4)
-    for _ in range(300):
+    for _ in range(120):
         state, _ = run(state, jnp.ones(4))
-    jd.checkpoint.save(tmp_path, state, 300)
+    jd.checkpoint.save(tmp_path, state, 120)
     like, run = start(6)
     warned = "relay" in str(method)
     with pytest.warns(UserWarning, match="mean_params") if warned else contextlib.nullcontext():

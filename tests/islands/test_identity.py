@@ -13,7 +13,19 @@ import numpy as np
 import optax
 import pytest
 from island_stores import wrap
-from islands_run import GOALS, State, begin, compiled_programs, global_params, method, step_of, train, wait_for_threads
+from islands_run import (
+    GOALS,
+    State,
+    begin,
+    compiled_programs,
+    global_params,
+    make_method,
+    method,
+    sgd,
+    step_of,
+    train,
+    wait_for_threads,
+)
 from problems import assert_close
 from virtual_clock import VirtualClock
 
@@ -145,6 +157,17 @@ def test_another_model_is_refused_by_the_name_of_the_leaf(params, message):
     assert store.list("") == names
 
 
+def test_leaves_of_one_name_are_told_apart():
+    """`value` is what marks add to a path, and also the head of an actor and critic."""
+    store, tx, params = islands.memory(), method(), {"w": jnp.ones(3), "value": {"w": jnp.ones(3)}}
+    enter(store, tx, "a", State(params, tx.init(params)))
+    other = params | {"value": {"w": jnp.ones(3, jnp.bfloat16)}}
+    with pytest.raises(
+        islands.RunMismatchError, match=r"""dtypes "\['value'\]\['w'\]": float32\[3\] in the run, bfloat16"""
+    ):
+        enter(store, tx, state=State(other, tx.init(other)))
+
+
 FirstW = collections.namedtuple("FirstW", "w b")
 FirstB = collections.namedtuple("FirstB", "b w")
 
@@ -236,7 +259,7 @@ def test_another_version_of_jax_may_spell_programs_in_another_way_if_their_resul
 def test_an_island_of_four_devices_joins_the_run_of_one(explicit, inside):
     """Its parameters are sharded, over a mesh whose axes the compiler uses, or one whose axes are part of types."""
     # Inside of a mesh the steps themselves take no other reducer.
-    store, tx = islands.memory(), method("exact" if inside else "4 bits with feedback", inner=optax.sgd(0.1))
+    store, tx = islands.memory(), make_method("exact" if inside else "4 bits with feedback", inner=sgd(0.1))
     step = step_of(tx)
     first, reports = train(store, tx, "a", 2, step=step, keep_every=1)
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
@@ -342,7 +365,7 @@ def test_a_store_that_cannot_be_read_is_told_by_its_probe():
 
 
 def run_alone(path, rounds, name="a", **options):
-    tx = method(inner=optax.sgd(0.1))
+    tx = method(inner=sgd(0.1))
     return train(path, tx, name, rounds, keep_every=2, **options)
 
 
@@ -352,7 +375,7 @@ def test_an_island_never_counts_in_a_run_that_is_mounted_in_the_place_of_its_own
     path, disk, local = tmp_path / "run", tmp_path / "disk", tmp_path / "local"
     run_alone(path, rounds)
     path.rename(disk)
-    tx = method(inner=optax.sgd(0.1))
+    tx = method(inner=sgd(0.1))
     with islands.join(path, tx, name="a", round_timeout=0.5) as island:
         state = step_of(tx)(island.enter(begin(tx)), GOALS[1])
         state, report = island.meet(state)
@@ -370,7 +393,7 @@ def test_an_island_never_counts_in_a_run_that_is_mounted_in_the_place_of_its_own
 
 def test_a_mount_point_without_its_disk_is_a_store_that_is_away(tmp_path):
     path, disk = tmp_path / "run", tmp_path / "disk"
-    tx = method(inner=optax.sgd(0.1))
+    tx = method(inner=sgd(0.1))
     with islands.join(path, tx, name="a", round_timeout=5) as island:
         state, _ = island.meet(step_of(tx)(island.enter(begin(tx)), GOALS[0]))
         path.rename(disk)
@@ -388,7 +411,7 @@ def test_a_mount_point_without_its_disk_is_a_store_that_is_away(tmp_path):
 
 
 def test_a_description_that_is_removed_ends_no_island_and_opens_no_other_run():
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     with islands.join(store, tx, name="a", round_timeout=5) as island:
         state, _ = island.meet(step_of(tx)(island.enter(begin(tx)), GOALS[0]))
         kept = store.get("run.json")
@@ -404,7 +427,7 @@ def test_a_description_that_is_removed_ends_no_island_and_opens_no_other_run():
 
 
 def test_a_description_that_is_replaced_by_that_of_another_run_names_both():
-    store, other_store, tx = islands.memory(), islands.memory(), method(inner=optax.sgd(0.1))
+    store, other_store, tx = islands.memory(), islands.memory(), method(inner=sgd(0.1))
     enter(other_store, tx, "a")
     with islands.join(store, tx, name="a", round_timeout=5) as island:
         state, _ = island.meet(island.enter(begin(tx)))
@@ -416,7 +439,7 @@ def test_a_description_that_is_replaced_by_that_of_another_run_names_both():
 
 
 def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent():
-    store, tx, is_away = islands.memory(), method(inner=optax.sgd(0.1)), False
+    store, tx, is_away = islands.memory(), method(inner=sgd(0.1)), False
 
     def call(number, name, function, arguments):
         if is_away:
@@ -441,7 +464,7 @@ def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent()
 def test_a_store_that_is_set_back_is_noticed_before_a_second_run_grows_in_it(rounds, monkeypatch):
     """As by a copy of yesterday: what enters goes on from there, and a running island must not go on beside it."""
     VirtualClock(1).rule(monkeypatch)
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     step = step_of(tx)
     with islands.join(store, tx, name="a", keep_every=2, round_timeout=30, patience=30) as island:
         state = island.enter(begin(tx))
@@ -483,7 +506,7 @@ def test_kept_parameters_that_are_gone_are_named_with_the_cure():
         store.delete(name)
     names = store.list("")
     with pytest.raises(islands.DamagedError, match=r"rounds up to 4, but no anchors/.*restore them from a copy"):
-        enter(store, method(inner=optax.sgd(0.1)))
+        enter(store, method(inner=sgd(0.1)))
     assert [name for name in store.list("") if "names/" not in name] == [n for n in names if "names/" not in n]
 
 

@@ -9,7 +9,20 @@ import numpy as np
 import optax
 import pytest
 from island_stores import archived
-from islands_run import GOALS, H, begin, compiled_programs, decoded, global_params, left_of, method, step_of, total
+from islands_run import (
+    GOALS,
+    H,
+    begin,
+    compiled_programs,
+    decoded,
+    global_params,
+    left_of,
+    make_method,
+    method,
+    sgd,
+    step_of,
+    total,
+)
 from problems import assert_close
 from reference.local_steps import rda
 
@@ -64,7 +77,7 @@ def loop(rounds, merge):
 
 @pytest.mark.parametrize("merge", ["mean", "rda"])
 def test_two_islands_are_a_loop_in_float64(merge):
-    store, tx = islands.memory(), method(inner=optax.sgd(RATE), merge=merge)
+    store, tx = islands.memory(), method(inner=sgd(RATE), merge=merge)
     step, names = step_of(tx), ["a", "b"]
     with contextlib.ExitStack() as stack:
         options = {"overlap": True, "eager": True, "round_timeout": 20}
@@ -87,7 +100,7 @@ def test_two_islands_are_a_loop_in_float64(merge):
 
 @pytest.mark.parametrize("lasts", [True, False], ids=["counted later", "encoded again"])
 def test_nothing_is_lost_of_a_drift_of_which_the_model_has_a_share(lasts):
-    (store, bodies, commits), tx = archived(islands.memory()), method(inner=optax.sgd(RATE))
+    (store, bodies, commits), tx = archived(islands.memory()), method(inner=sgd(RATE))
     step = step_of(tx)
     with contextlib.ExitStack() as stack:
         slow = stack.enter_context(islands.join(store, tx, name="slow", round_timeout=0.05, overlap=True, eager=True))
@@ -123,7 +136,7 @@ def test_nothing_is_lost_of_a_drift_of_which_the_model_has_a_share(lasts):
 
 
 def test_a_meeting_compiles_nothing():
-    tx = method(inner=optax.sgd(RATE))
+    tx = make_method(inner=sgd(RATE))
     step = step_of(tx)
     with islands.join(islands.memory(), tx, name="a", overlap=True, eager=True) as island:
         state = step(island.enter(begin(tx)), GOALS[0])
@@ -136,7 +149,7 @@ def test_a_meeting_compiles_nothing():
 
 def test_who_leaves_takes_back_what_no_round_has():
     """A drift whose round did not count it is whole in the state that `leave` returns."""
-    tx = method(inner=optax.sgd(RATE))
+    tx = method(inner=sgd(RATE))
     step = step_of(tx)
     with islands.join(islands.memory(), tx, name="a", overlap=True, eager=True, begin_with=1) as island:
         state = island.enter(begin(tx))

@@ -23,7 +23,9 @@ from islands_run import (
     decoded,
     global_params,
     left_of,
+    make_method,
     method,
+    sgd,
     step_of,
     total,
     train,
@@ -253,7 +255,7 @@ def test_who_enters_later_takes_the_global_parameters_of_all_fragments():
 
 def test_an_island_that_leaves_sends_the_drifts_of_all_fragments():
     """Into the rounds to come, in which no other waits for it; its progress counts in each of them."""
-    tx = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0), fragments=2)
+    tx = method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0), fragments=2)
     store, bodies, commits = archived(islands.memory())
     options = {"round_timeout": 300, "keep_every": 100}
     with islands.join(store, tx, name="a", **options) as a, islands.join(store, tx, name="b", **options) as b:
@@ -275,7 +277,7 @@ def test_an_island_that_leaves_sends_the_drifts_of_all_fragments():
 
 def test_a_fragment_whose_upload_was_late_counts_in_its_next_round():
     """Meanwhile the other fragments meet, and the island that is late loses nothing."""
-    tx, held = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0), fragments=2), []
+    tx, held = method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0), fragments=2), []
     store, bodies, commits = archived(islands.memory())
 
     def around(number, kind, function, arguments):
@@ -356,7 +358,7 @@ def test_what_is_not_finite_is_never_sent_and_all_fragments_take_the_global_para
 
 
 def test_a_meeting_of_any_fragment_compiles_nothing():
-    tx = method("4 bits with feedback", inner=optax.sgd(0.1), fragments=2)
+    tx = make_method("4 bits with feedback", inner=sgd(0.1), fragments=2)
     step = step_of(tx)
     with islands.join(islands.memory(), tx, name="a", overlap=True, eager=True) as island:
         state = step(island.enter(begin(tx)), GOALS[0])

@@ -20,6 +20,7 @@ from islands_run import (
     global_params,
     left_of,
     method,
+    sgd,
     step_of,
     total,
     train,
@@ -165,7 +166,7 @@ def test_the_older_process_of_a_name_stops():
 
 @pytest.mark.parametrize("leaving", [True, False])
 def test_an_island_that_enters_again_takes_part_again(leaving):
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     with islands.join(store, tx, name="a", round_timeout=5) as island:
         state, _ = island.meet(island.enter(begin(tx)))
         if leaving:
@@ -190,7 +191,7 @@ def test_the_probe_of_an_island_that_joins_slowly_stays(monkeypatch):
 
 
 def test_old_rounds_go_and_a_straggler_jumps_over_them():
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     step = step_of(tx)
     with (
         islands.join(store, tx, name="slow", round_timeout=30, keep_every=2) as slow,
@@ -220,7 +221,7 @@ def test_old_rounds_go_and_a_straggler_jumps_over_them():
 @pytest.mark.slow
 def test_an_island_that_slept_for_107_rounds_is_in_step_after_one_meeting():
     """It reads the newest kept parameters and the rounds since, however many there were."""
-    tx, calls = method("4 bits with feedback", inner=optax.sgd(0.1)), []
+    tx, calls = method("4 bits with feedback", inner=sgd(0.1)), []
 
     def count(number, name, function, arguments):
         calls.append(name)
@@ -260,7 +261,7 @@ def test_an_island_may_have_the_name_of_a_record():
 def test_a_checkpoint_from_before_the_last_drift_does_not_send_it_again(fragments):
     """The drift of the earlier process counts, and what the checkpoint holds of it is not added to it."""
     store = islands.memory()
-    tx = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0), fragments=fragments)
+    tx = method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0), fragments=fragments)
     with islands.join(store, tx, name="a", round_timeout=5) as island:
         saved = step_of(tx)(island.enter(begin(tx)), GOALS[0])
         island.leave(saved)
@@ -345,7 +346,7 @@ def test_an_island_recovers_from_gradients_that_are_not_finite():
 @pytest.mark.parametrize("reducer", ["exact", "low rank"])
 def test_nobody_waits_for_an_island_that_left_with_a_drift_in_the_open_round(reducer):
     """As with `overlap`, which sends the drift of the next round before the steps that it covers."""
-    store, tx = islands.memory(), method(reducer, inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(reducer, inner=sgd(0.1))
     # Rounds must not end without one of them on a busy machine: each goes on by itself, and has time.
     step, options = step_of(tx), {"round_timeout": 100, "overlap": True, "begin_with": 2}
     has_met, has_left = threading.Event(), threading.Event()

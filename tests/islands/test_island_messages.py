@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 from island_stores import archived
 from islands_run import (
@@ -16,6 +15,7 @@ from islands_run import (
     method,
     on_a_mesh,
     outer,
+    sgd,
     step_of,
     total,
     train_together,
@@ -46,7 +46,7 @@ def test_a_round_is_of_one_message_and_the_last_one_merges():
 @each_reducer
 def test_fixed_members_are_those_of_local_steps_on_a_mesh(reducer):
     """To rounding: the mean of products is the product of the mean."""
-    options = {"inner": optax.sgd(0.1), "sync_period": 2}
+    options = {"inner": sgd(0.1), "sync_period": 2}
     found = train_together(islands.memory(), method(reducer, **options), NAMES, 3)
     last = {name: reports[-1] for name, (_, reports) in found.items()}
     assert len({report.digest for report in last.values()}) == 1
@@ -60,7 +60,7 @@ def test_fixed_members_are_those_of_local_steps_on_a_mesh(reducer):
 @each_reducer
 def test_islands_that_overlap_are_equal_after_equal_rounds(reducer):
     """A meeting may find the next message's round over or not, so that they end at different rounds."""
-    tx = method(reducer, inner=optax.sgd(0.1), sync_period=2)
+    tx = method(reducer, inner=sgd(0.1), sync_period=2)
     found = train_together(islands.memory(), tx, NAMES, 8, overlap=True)
     digests = {(report.round, report.digest) for _, reports in found.values() for report in reports}
     assert len(digests) == len({number for number, _ in digests}) > 2
@@ -71,7 +71,7 @@ def test_islands_that_overlap_are_equal_after_equal_rounds(reducer):
 def test_fragments_are_those_of_local_steps_on_a_mesh():
     """One of them has no matrix, and so an empty first message."""
     options = {"sync_period": 2, "fragments": 2}
-    inner, made = optax.sgd(0.1), REDUCERS_OF_TWO_MESSAGES["low rank with feedback"]
+    inner, made = sgd(0.1), REDUCERS_OF_TWO_MESSAGES["low rank with feedback"]
     tx = method("low rank with feedback", inner=inner, **options)
     found = train_together(islands.memory(), tx, NAMES, 6)
     meshed = on_a_mesh(jd.local_steps(inner, outer(), reducer=made(), **options), 6)
@@ -81,7 +81,7 @@ def test_fragments_are_those_of_local_steps_on_a_mesh():
 def test_an_island_that_is_in_the_first_commit_alone_keeps_its_progress(monkeypatch):
     """And one that is in the second alone counts: it projects onto the subspace that the others have chosen."""
     VirtualClock(1).rule(monkeypatch)
-    tx, (store, _, _) = method("low rank", inner=optax.sgd(0.1)), archived(islands.memory())
+    tx, (store, _, _) = method("low rank", inner=sgd(0.1)), archived(islands.memory())
     step, options = step_of(tx), {"round_timeout": 5, "grace": 0.0}
     with (
         islands.join(store, tx, name="first", **options) as first,
@@ -117,7 +117,7 @@ def send_message(island, state):
 @pytest.mark.sampled(9)
 @each_reducer
 def test_an_island_that_enters_between_two_messages_has_the_mean_of_the_first(reducer):
-    tx, store = method(reducer, inner=optax.sgd(0.1)), islands.memory()
+    tx, store = method(reducer, inner=sgd(0.1)), islands.memory()
     step = step_of(tx)
     with islands.join(store, tx, name="there", grace=0.0, keep_every=1) as there:
         state = there.enter(begin(tx))
@@ -141,7 +141,7 @@ def test_an_island_that_enters_between_two_messages_has_the_mean_of_the_first(re
 
 
 def test_leaving_sends_the_progress_after_the_first_commit():
-    tx, store = method("low rank with feedback", inner=optax.sgd(0.1)), islands.memory()
+    tx, store = method("low rank with feedback", inner=sgd(0.1)), islands.memory()
     with (
         islands.join(store, tx, name="a", grace=0.0, round_timeout=5) as a,
         islands.join(store, tx, name="b", grace=0.0, round_timeout=5) as b,

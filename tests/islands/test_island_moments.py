@@ -5,7 +5,6 @@ import itertools
 
 import jax
 import numpy as np
-import optax
 import pytest
 from island_stores import PROBE_CALLS, KilledError, archived, interrupted, killing, written_once
 from islands_run import (
@@ -16,6 +15,7 @@ from islands_run import (
     global_params,
     left_of,
     method,
+    sgd,
     step_of,
     total,
     train,
@@ -135,7 +135,7 @@ def test_a_new_island_counts_in_the_round_that_it_enters_or_the_next(stride, fra
 )
 def test_a_long_pause_before_any_call_of_the_store_loses_and_doubles_nothing(reducer, overlap, fragments, stride):
     """While one island pauses, the other goes on so far that what the one was reading is forgotten."""
-    tx = method(reducer, inner=optax.sgd(0.1), fragments=fragments)
+    tx = method(reducer, inner=sgd(0.1), fragments=fragments)
     step, options = step_of(tx), {"keep_every": 2, "round_timeout": 0.004, "overlap": overlap}
     for moment in itertools.count(0, stride):
         store, bodies, commits = archived(islands.memory())

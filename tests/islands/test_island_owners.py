@@ -19,9 +19,11 @@ from islands_run import (
     commits_of,
     compiled_programs,
     global_params,
+    make_method,
     method,
     on_a_mesh,
     outer,
+    sgd,
     step_of,
     train,
     train_together,
@@ -113,7 +115,7 @@ def test_a_run_with_owners_has_the_bits_of_one_without(owners):
 
 @pytest.mark.slow
 def test_any_weights_are_those_of_a_mesh():
-    inner, examples = optax.sgd(0.1), {"a": 3, "b": 1, "c": 5}
+    inner, examples = sgd(0.1), {"a": 3, "b": 1, "c": 5}
     found = train_together(islands.memory(), method(inner=inner, sync_period=1), NAMES, 2, owners=4, examples=examples)
     assert len({tuple(digests) for digests in digests_of(found).values()}) == 1
     meshed = on_a_mesh(jd.local_steps(inner, outer(), sync_period=1), 2, examples=[3.0, 1.0, 5.0])
@@ -123,7 +125,7 @@ def test_any_weights_are_those_of_a_mesh():
 @pytest.mark.slow
 def test_reducers_of_two_messages_are_averaged_by_owners():
     """The second message is of the mean of the first; to rounding, since the mean of products is the product."""
-    options = {"inner": optax.sgd(0.1), "sync_period": 2}
+    options = {"inner": sgd(0.1), "sync_period": 2}
     found = train_together(islands.memory(), method("low rank with feedback", **options), NAMES, 3, owners=4)
     assert len({tuple(digests) for digests in digests_of(found).values()}) == 1
     reducer = jd.error_feedback(jd.power_sgd(1, min_compression_rate=0))
@@ -172,7 +174,7 @@ def interfere(island, name, *, who, around):
 
 def test_an_owner_that_dies_costs_a_wait_within_the_round():
     """And no progress of the others, nor its own: its drift is there."""
-    tx, timeout, died = method(inner=optax.sgd(0.1)), 4.0, []
+    tx, timeout, died = method(inner=sgd(0.1)), 4.0, []
 
     def die(kind, function, arguments):
         if died or (kind == "create" and arguments[0].startswith("means/00000001")):
@@ -195,7 +197,7 @@ def test_an_owner_that_dies_costs_a_wait_within_the_round():
 @pytest.mark.slow
 def test_a_request_that_hangs_holds_no_meeting():
     """The owner's meeting ends late, the others compute its piece, and the next meeting has the same bits."""
-    tx, hung = method(inner=optax.sgd(0.1)), []
+    tx, hung = method(inner=sgd(0.1)), []
 
     def hang(kind, function, arguments):
         if kind == "get_range" and arguments[0].startswith("bodies/00000001") and not hung:
@@ -218,7 +220,7 @@ def test_a_request_that_hangs_holds_no_meeting():
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("when", ["at rest", "on the way"])
 def test_a_piece_of_a_mean_that_is_damaged_is_computed_again(when):
-    tx, base, reads = method(inner=optax.sgd(0.1)), islands.memory(), Counter()
+    tx, base, reads = method(inner=sgd(0.1)), islands.memory(), Counter()
 
     def create(name, body):
         is_damaged = when == "at rest" and name == "means/00000000/000001"
@@ -256,7 +258,7 @@ def spoil(damage, kind, function, arguments):
 @pytest.mark.parametrize("damage", ["altered, and dead", "altered", "cut", "gone"])
 def test_a_body_that_is_damaged_stops_no_round(damage, caplog):
     """One that is cut or gone does not count. One that is altered does: its own island has the piece, if it lives."""
-    tx, store = method(inner=optax.sgd(0.1)), islands.memory()
+    tx, store = method(inner=sgd(0.1)), islands.memory()
     prepare = partial(interfere, who="c", around=partial(spoil, damage))
     found = run_islands(store, tx, 2, prepare, owners=3, round_timeout=1.0)
     assert len({found[name][1][1].digest for name in "ab"}) == 1
@@ -279,7 +281,7 @@ def test_a_body_that_is_damaged_stops_no_round(damage, caplog):
 @pytest.mark.parametrize("gone", [False, True], ids=["means", "bodies"])
 def test_an_island_that_enters_later_has_the_same_bits(gone, monkeypatch):
     """By the means of past rounds, or by their bodies."""
-    tx, store = method(inner=optax.sgd(0.1)), islands.memory()
+    tx, store = method(inner=sgd(0.1)), islands.memory()
     found = train_together(store, tx, NAMES, 3, owners=4, keep_every=100)
     if gone:
         store.delete_many(store.list("means/00000001/")[1:])
@@ -304,7 +306,7 @@ def test_an_island_that_enters_later_has_the_same_bits(gone, monkeypatch):
 
 
 def test_means_are_deleted_with_their_rounds():
-    tx, store = method(inner=optax.sgd(0.1)), islands.memory()
+    tx, store = method(inner=sgd(0.1)), islands.memory()
     train(store, tx, "a", 12, owners=2, keep_every=1)
     rounds = [{protocol.number_in(name) for name in store.list(kind)} for kind in ("bodies/", "means/")]
     assert rounds[1] == rounds[0] - {12} == set(range(4, 12))
@@ -313,7 +315,7 @@ def test_means_are_deleted_with_their_rounds():
 def test_an_island_that_sleeps_follows_by_means(monkeypatch):
     """While others go on; then it is an owner again."""
     VirtualClock(1).rule(monkeypatch)
-    tx, store = method(inner=optax.sgd(0.1)), islands.memory()
+    tx, store = method(inner=sgd(0.1)), islands.memory()
     step, options = step_of(tx), {"round_timeout": 30, "owners": 2, "grace": 0.0}
     with (
         islands.join(store, tx, name="slow", **options) as slow,
@@ -404,7 +406,7 @@ def test_owners_are_refused_where_no_piece_has_a_mean_of_its_own():
 
 
 def test_the_island_that_opens_a_run_chooses_the_owners(caplog):
-    tx, store = method(inner=optax.sgd(0.1)), islands.memory()
+    tx, store = method(inner=sgd(0.1)), islands.memory()
     caplog.set_level("INFO", "jaxdist.islands")
     train(store, tx, "a", 1, owners=2)
     _, reports = train(store, tx, "b", 1)
@@ -416,7 +418,7 @@ def test_the_island_that_opens_a_run_chooses_the_owners(caplog):
 @pytest.mark.slow
 def test_a_meeting_with_owners_compiles_nothing(monkeypatch):
     VirtualClock(1).rule(monkeypatch)
-    tx, store = method(inner=optax.sgd(0.1)), islands.memory()
+    tx, store = make_method(inner=sgd(0.1)), islands.memory()
     with islands.join(store, tx, name="a", owners=2, round_timeout=0.2) as island:
         state = step_of(tx)(island.enter(begin(tx)), GOALS[0])
         with compiled_programs() as compiled:

@@ -8,7 +8,6 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from island_stores import PROBE_CALLS, KilledError, failing, killing, wrap, written_once
 from islands_run import (
@@ -17,6 +16,7 @@ from islands_run import (
     commits_of,
     global_params,
     method,
+    sgd,
     step_of,
     train,
     train_together,
@@ -317,7 +317,7 @@ def test_counting_copies_no_state(change):
 
 def test_a_piece_that_is_silent_holds_no_meeting_and_the_upload_goes_on():
     store, silent, puts = islands.memory(), threading.Event(), Counter()
-    tx = method(inner=optax.sgd(0.1))
+    tx = method(inner=sgd(0.1))
 
     def put(name, body):
         puts[name] += 1
@@ -348,7 +348,7 @@ def test_a_piece_that_is_silent_holds_no_meeting_and_the_upload_goes_on():
 
 
 def test_progress_that_an_island_has_left_with_sends_no_more_pieces():
-    store, held, puts, tx = islands.memory(), threading.Event(), [], method(inner=optax.sgd(0.1))
+    store, held, puts, tx = islands.memory(), threading.Event(), [], method(inner=sgd(0.1))
 
     def put(name, body):
         if entered:
@@ -403,7 +403,7 @@ def test_a_kill_at_any_call_of_the_store_stops_no_other_island_and_leaves_no_pie
 def test_an_island_that_reads_a_body_while_it_is_deleted_goes_on_from_newer_parameters():
     """Of a body that is deleted, pieces may be gone while its index is there."""
     store, indices = islands.memory(), {}
-    tx, options = method(inner=optax.sgd(0.1)), {"round_timeout": 0.05, "keep_every": 1}
+    tx, options = method(inner=sgd(0.1)), {"round_timeout": 0.05, "keep_every": 1}
     step = step_of(tx)
     with (
         islands.join(store, tx, name="slow", **options) as slow,

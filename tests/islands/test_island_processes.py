@@ -16,20 +16,23 @@ def kill_all(jobs):
 
 
 def test_an_island_is_killed_and_comes_back_and_the_others_go_on(tmp_path):
-    folder, rounds = tmp_path / "run", 30
-    jobs = [Job(folder, name, 10**6, 2, log=tmp_path) for name in ("a", "ccc")]
+    folder, rounds = tmp_path / "run", 20
+    # One that trains without a pause would take the processor from those that start.
+    options = {"log": tmp_path, "timeout": 2.0, "pace": 0.02}
+    jobs = [Job(folder, name, 10**6, 2, **options) for name in ("a", "ccc")]
     try:
         wait_until(lambda: all(len(job.reports()) >= 3 for job in jobs), jobs)
         killed = jobs.pop()
         killed.kill()
         before = jobs[0].reports()[-1]["round"]
         wait_until(lambda: all(job.reports()[-1]["round"] >= before + 3 for job in jobs), jobs)
-        back = Job(folder, "ccc", 10**6, 2, log=tmp_path)
+        back, after = Job(folder, "ccc", 10**6, 2, **options), len(jobs[0].reports())
         jobs.append(back)
         wait_until(lambda: len(back.reports()) >= 3 and back.reports()[-1]["round"] >= rounds, jobs)
+        # On a busy machine it may be late at first.
+        wait_until(lambda: any("ccc" in report["members"] for report in jobs[0].reports()[after:]), jobs)
         digests = check_digests([*jobs, killed])
         assert sum(len(found) for found in digests.values()) >= rounds - 5
-        assert any("ccc" in report["members"] for report in jobs[0].reports()[-20:])
         assert any("ccc" in report["missing"] for report in jobs[0].reports())
     finally:
         kill_all(jobs)

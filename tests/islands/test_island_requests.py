@@ -8,9 +8,9 @@ from island_paces import FRAGMENTS, play_paces
 from jaxdist import islands
 
 NAMES = ("a", "b", "c", "d")
-ROUNDS = 14
+ROUNDS = 10
 # The first rounds, in which islands learn for how long they wait, are not counted.
-COUNTED = 10
+COUNTED = 6
 
 
 def steady(name, draws):

@@ -5,7 +5,6 @@ from functools import cache
 
 import jax
 import numpy as np
-import optax
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -19,6 +18,7 @@ from islands_run import (
     method,
     received_before,
     rounds_of,
+    sgd,
     step_of,
     total,
 )
@@ -47,7 +47,7 @@ REDUCERS = ["exact", "low rank with feedback", *CODED]
 
 @cache
 def trained_with(reducer, fragments):
-    tx = method(reducer, inner=optax.sgd(0.1), fragments=fragments)
+    tx = method(reducer, inner=sgd(0.1), fragments=fragments)
     return tx, step_of(tx)
 
 

@@ -8,7 +8,7 @@ import time
 import optax
 import pytest
 from island_stores import PROBE_CALLS, failing, truncating, wrap, written_once
-from islands_run import GOALS, H, begin, global_params, method, step_of, train, wait_for_threads
+from islands_run import GOALS, H, begin, global_params, method, sgd, step_of, train, wait_for_threads
 from problems import assert_close
 
 from jaxdist import islands
@@ -26,7 +26,7 @@ def test_a_store_that_is_away_loses_nothing():
 
         return call
 
-    tx, moved = method(inner=optax.sgd(0.1)), None
+    tx, moved = method(inner=sgd(0.1)), None
     with islands.join(islands.SharedStore(*map(sometimes, store)), tx, name="a", round_timeout=0.1) as island:
         state = island.enter(begin(tx))
         away[0] = True
@@ -44,7 +44,7 @@ def test_a_store_that_is_away_loses_nothing():
 
 
 def test_a_disk_that_is_unmounted_for_a_meeting_costs_no_progress(tmp_path):
-    tx = method(inner=optax.sgd(0.1))
+    tx = method(inner=sgd(0.1))
     with islands.join(tmp_path / "run", tx, name="a", round_timeout=0.1) as island:
         state, _ = island.meet(step_of(tx)(island.enter(begin(tx)), GOALS[0]))
         (tmp_path / "run").rename(tmp_path / "away")
@@ -61,7 +61,7 @@ def test_a_disk_that_is_unmounted_for_a_meeting_costs_no_progress(tmp_path):
 
 def test_a_listing_that_misses_a_session_is_no_other_process():
     """A listing may miss names of the last moments."""
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     forgetful = store._replace(list=lambda prefix: [] if prefix.startswith("names/") else store.list(prefix))
     with islands.join(store, tx, name="a") as island:
         state = island.enter(begin(tx))
@@ -70,7 +70,7 @@ def test_a_listing_that_misses_a_session_is_no_other_process():
 
 
 def test_a_drift_that_is_damaged_is_not_counted_and_its_progress_is_kept():
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     spoiled = []
 
     def put(name, body):
@@ -114,7 +114,7 @@ def outcomes(reports):
 @pytest.mark.parametrize("after", [False, True], ids=["refused", "done, and the answer lost"])
 def test_a_call_that_fails_once_costs_nothing(after):
     """Each call in turn: every round counts, and no drift is lost, taken twice or overwritten."""
-    tx = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0))
+    tx = method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0))
     options = {"step": step_of(tx), "keep_every": 1}
     path = own_path(tx, options["step"], 2)
     calls = calls_of(lambda store: train(store, tx, "a", 2, **options))
@@ -144,8 +144,8 @@ def silent_from(store, moment, silent):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_answers_that_are_lost_for_the_rest_of_a_meeting_lose_and_double_no_progress(overlap):
     """From each call of it on: the store may have the drift, or even the commit, and the island does not know it."""
-    tx = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0))
-    step, options = step_of(tx), {"name": "a", "round_timeout": 0.5, "overlap": overlap}
+    tx = method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0))
+    step, options = step_of(tx), {"name": "a", "round_timeout": 30, "overlap": overlap}
     entering = calls_of(lambda store: enter_and_leave(store, tx))
     path, offline = own_path(tx, step, 5), []
     for moment in range(entering - 1, entering + 12):
@@ -156,6 +156,7 @@ def test_answers_that_are_lost_for_the_rest_of_a_meeting_lose_and_double_no_prog
                 for _ in range(H):
                     state = step(state, GOALS[0])
                 silent[0] = number == 0
+                island._options = island._options._replace(round_timeout=0.05 if silent[0] else 30)
                 state, report = island.meet(state)
                 if number == 0:
                     offline.append(report.offline)
@@ -203,11 +204,11 @@ def test_a_store_is_asked_one_thing_at_a_time_but_for_an_upload(overlap):
         together.update((name, other) for other in inside)
         inside.append(name)
         # An upload lasts for several other requests.
-        time.sleep(0.1 if name == "put" else 0.002)
+        time.sleep(0.05 if name == "put" else 0.001)
         inside.remove(name)
         return function(*arguments)
 
-    tx = method(inner=optax.sgd(0.1))
+    tx = method(inner=sgd(0.1))
     options = {"name": "a", "overlap": overlap, "keep_every": 1}
     with contextlib.suppress(KeyError), islands.join(wrap(store, around), tx, **options) as island:
         state = island.enter(begin(tx))
@@ -221,7 +222,7 @@ def test_a_store_is_asked_one_thing_at_a_time_but_for_an_upload(overlap):
 
 
 def test_a_transfer_that_fails_while_the_island_trains_is_made_up_for_in_the_next_meeting():
-    tx, silent = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0)), []
+    tx, silent = method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0)), []
 
     def around(number, name, function, arguments):
         if silent and name == "put":
@@ -260,7 +261,7 @@ def test_a_store_that_throttles_slows_a_run_down_and_no_more():
 @pytest.mark.slow
 def test_bytes_that_are_cut_on_their_way_are_read_again():
     """Each call in turn: a meeting goes on, and a drift that was not taken for that reason is kept."""
-    tx = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0))
+    tx = method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0))
     step = step_of(tx)
     entering = calls_of(lambda store: enter_and_leave(store, tx))
     calls = calls_of(lambda store: train(store, tx, "a", 2, step=step, keep_every=1))
@@ -301,7 +302,7 @@ def test_a_damaged_description_is_named_by_all_that_read_it(body):
 
 @pytest.mark.parametrize("part", ["record", "body", "missing body"])
 def test_kept_parameters_that_are_damaged_follow_from_those_before(part):
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     state, reports = train(store, tx, "a", 3, keep_every=1)
     newest = json.loads(store.get(store.list("anchors/")[-1]))["body"]
     body = f"bodies/{newest}"
@@ -322,7 +323,7 @@ def test_kept_parameters_that_are_damaged_follow_from_those_before(part):
 
 
 def test_without_whole_kept_parameters_the_newest_are_named():
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     train(store, tx, "a", 3, keep_every=1)
     for name in store.list("bodies/"):
         store.delete(name)
@@ -335,7 +336,7 @@ def test_without_whole_kept_parameters_the_newest_are_named():
 
 def test_what_someone_has_put_beside_the_names_of_a_run_does_not_matter():
     """A bucket's console makes empty names for its folders, and file managers leave files of their own."""
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     strange = ["names/", "names/a/old", "anchors/", "anchors/notes.txt", "rounds/", "rounds/copy/commit", "rounds/x"]
     strange += ["rounds/00000001/", "bodies/", "bodies/Thumbs.db", "bodies/copy/1", "probe/", "methods/"]
     for name in strange:

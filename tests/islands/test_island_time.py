@@ -1,6 +1,7 @@
 """No call waits longer than its deadline, whatever a store does, and what is under way then is kept."""
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from islands_run import (
     commits_of,
     global_params,
     method,
+    sgd,
     step_of,
     train_together,
     wait_for_threads,
@@ -26,7 +28,7 @@ from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
-from jaxdist.islands import protocol
+from jaxdist.islands import connection, island, protocol
 from jaxdist.islands.connection import Connection
 
 # Seconds after `round_timeout` in which every call ends.
@@ -64,6 +66,7 @@ def is_body(name, arguments):
     return name == "put" and arguments[0].startswith("bodies/")
 
 
+@functools.cache
 def counting():
     """A transformation that takes sums of steps as they are, and a step of so many examples."""
     tx = jd.local_steps(optax.sgd(0.5), optax.sgd(1.0), sync_period=2, axis=None)
@@ -165,7 +168,7 @@ def entered(store, tx, state, **options):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", islands.SharedStore._fields)
-def test_a_request_that_never_ends_holds_no_meeting(kind):
+def test_a_request_that_never_ends_holds_no_meeting(kind, monkeypatch):
     """As of a folder on a server that is gone; then it ends after all, and nothing is lost or doubled."""
     tx, step, state = counting()
     store, _, commits = archived(islands.memory())
@@ -174,17 +177,20 @@ def test_a_request_that_never_ends_holds_no_meeting(kind):
     with entered(gate.store, tx, state, keep_every=1) as (island, state):
         gate._open.clear()
         trained = 0.0
-        for _ in range(4):
-            state, trained = train_round(step, state), trained + 6.0
-            started = time.monotonic()
-            state, report = island.meet(state)
-            assert time.monotonic() - started < 0.3 + SLACK
-            # An island that is alone and in step reads and deletes nothing that it would wait for.
-            assert (
-                report.uploading
-                or report.offline
-                or (report.counted and kind in ("get", "get_range", "delete", "delete_many"))
-            )
+        with monkeypatch.context() as patch:
+            # Each meeting waits so long after its deadline for a request that is under way.
+            patch.setattr(connection, "GRACE", 0.05)
+            for _ in range(4):
+                state, trained = train_round(step, state), trained + 6.0
+                started = time.monotonic()
+                state, report = island.meet(state)
+                assert time.monotonic() - started < 0.3 + SLACK
+                # An island that is alone and in step reads and deletes nothing that it would wait for.
+                assert (
+                    report.uploading
+                    or report.offline
+                    or (report.counted and kind in ("get", "get_range", "delete", "delete_many"))
+                )
         gate.open()
         for _ in range(10):
             state, report = island.meet(state)
@@ -287,18 +293,21 @@ def test_an_island_whose_bodies_are_read_ahead_is_late_and_not_offline():
         for _ in range(4):
             mine, _ = first.meet(mine)
             other, report = second.meet(other)
+            assert not report.offline
+            if report.late:
+                break
         assert gate.held
         assert report.late
-        assert not report.offline
         gate.open()
 
 
-def test_no_thread_asks_more_and_more_of_a_store_that_is_silent():
+def test_no_thread_asks_more_and_more_of_a_store_that_is_silent(monkeypatch):
     tx, _, state = counting()
     gate = Gate(islands.memory(), lambda name, arguments: name == "list")
     gate.open()
     with entered(gate.store, tx, state, round_timeout=0.02) as (island, state):
         gate._open.clear()
+        monkeypatch.setattr(connection, "GRACE", 0.05)
         for _ in range(5):
             state, report = island.meet(state)
             assert report.offline
@@ -308,7 +317,7 @@ def test_no_thread_asks_more_and_more_of_a_store_that_is_silent():
 
 
 def test_islands_whose_uploads_all_take_longer_than_the_timeout_meet():
-    base, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    base, tx = islands.memory(), method(inner=sgd(0.1))
 
     def put(name, body):
         time.sleep(0.5)
@@ -323,7 +332,7 @@ def test_islands_whose_uploads_all_take_longer_than_the_timeout_meet():
 
 def test_bodies_that_take_longer_than_a_meeting_are_not_asked_for_again(caplog):
     """A slow downlink: the meeting ends, and the next one takes what has come meanwhile."""
-    base, tx, asked = islands.memory(), method(inner=optax.sgd(0.1)), []
+    base, tx, asked = islands.memory(), method(inner=sgd(0.1)), []
 
     def get(name):
         if name.startswith("bodies/"):
@@ -355,7 +364,7 @@ def test_bodies_that_take_longer_than_a_meeting_are_not_asked_for_again(caplog):
 
 def test_a_meeting_waits_for_no_clean_up():
     """Of a store that deletes none of 200 names until all meetings are over."""
-    base, tx, meetings_over = islands.memory(), method(inner=optax.sgd(0.1)), threading.Event()
+    base, tx, meetings_over = islands.memory(), method(inner=sgd(0.1)), threading.Event()
     asked = []
 
     def delete(name):
@@ -387,7 +396,7 @@ def test_a_meeting_waits_for_no_clean_up():
 @pytest.mark.slow
 def test_a_meeting_waits_for_no_listing_of_all_rounds():
     """Commits stay: after a month of them a clean-up lists them for many seconds."""
-    base, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    base, tx = islands.memory(), method(inner=sgd(0.1))
 
     def list_names(prefix):
         if prefix == "rounds/":
@@ -406,7 +415,8 @@ def test_a_meeting_waits_for_no_listing_of_all_rounds():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("away", ["refuses", "is silent"])
 @pytest.mark.parametrize("end", ["Ctrl-C", "leave", "leave with a state"])
-def test_leaving_takes_no_longer_than_a_goodbye(away, end):
+def test_leaving_takes_no_longer_than_a_goodbye(away, end, monkeypatch):
+    monkeypatch.setattr(island, "GOODBYE", 0.8)
     tx, _, state = counting()
     gate = Gate(islands.memory(), lambda name, arguments: True)
     gate.open()
@@ -419,8 +429,8 @@ def test_leaving_takes_no_longer_than_a_goodbye(away, end):
 
     store, timeout = wrap(gate.store, around), 30.0 if end == "Ctrl-C" else 0.5
     started = time.monotonic()
-    with contextlib.suppress(KeyboardInterrupt), islands.join(store, tx, name="a", round_timeout=timeout) as island:
-        state, _ = island.meet(island.enter(state))
+    with contextlib.suppress(KeyboardInterrupt), islands.join(store, tx, name="a", round_timeout=timeout) as leaving:
+        state, _ = leaving.meet(leaving.enter(state))
         if away == "refuses":
             broken.append(True)
         else:
@@ -428,15 +438,15 @@ def test_leaving_takes_no_longer_than_a_goodbye(away, end):
         started = time.monotonic()
         if end == "Ctrl-C":
             raise KeyboardInterrupt
-        island.leave(*([state] if end == "leave with a state" else []))
+        leaving.leave(*([state] if end == "leave with a state" else []))
     took = time.monotonic() - started
     gate.open()
-    assert took < (2.5 if end == "Ctrl-C" else 0.5 + SLACK + 0.2)
+    assert took < (1.3 if end == "Ctrl-C" else 0.5 + SLACK + 0.2)
 
 
 def test_an_island_enters_though_listings_are_late():
     """Those of others' names; an island's own are there at once, so that the probe of `join` passes."""
-    base, born, tx = islands.memory(), {}, method(inner=optax.sgd(0.1))
+    base, born, tx = islands.memory(), {}, method(inner=sgd(0.1))
 
     def view(own):
         def create(name, body):
@@ -590,7 +600,7 @@ def test_an_island_that_cannot_keep_up_is_told_how_far_it_has_come():
 
 def test_rounds_of_few_islands_are_told_once_with_what_mends_it(caplog):
     """Later ones have a record that warns nobody."""
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     with (
         islands.join(store, tx, name="gone", round_timeout=0.05) as gone,
         islands.join(store, tx, name="here", round_timeout=0.05) as here,

@@ -22,9 +22,11 @@ from islands_run import (
     decoded,
     global_params,
     left_of,
+    make_method,
     method,
     on_a_mesh,
     outer,
+    sgd,
     step_of,
     total,
     train,
@@ -68,7 +70,7 @@ def number_as_on_a_mesh(island, number):
 @each_reducer
 def test_one_round_on_given_drifts_is_that_of_local_steps_on_a_mesh(reducer):
     """In every bit, but for two where the compiler fuses a product and a sum, as it does with `--slow`."""
-    inner = optax.sgd(0.1)
+    inner = sgd(0.1)
     tx = method(reducer, inner=inner, sync_period=1)
     found = train_together(islands.memory(), tx, ["a", "b", "c"], 1, prepare=number_as_on_a_mesh)
     tx = jd.local_steps(inner, outer(), sync_period=1, reducer=REDUCERS[reducer]())
@@ -77,7 +79,7 @@ def test_one_round_on_given_drifts_is_that_of_local_steps_on_a_mesh(reducer):
 
 def test_what_the_forward_pass_sees_is_as_on_a_mesh():
     """The reducer compares a drift with the parameters from which it began."""
-    inner, options = optax.sgd(0.005), {"sync_period": 2}
+    inner, options = sgd(0.005), {"sync_period": 2}
     reducer = jd.error_feedback(jd.reducers.compute_visible(jd.exact(), dtype=jnp.float8_e4m3fn))
     tx = jd.local_steps(inner, outer(), reducer=reducer, axis=None, **options)
     found = train_together(islands.memory(), tx, ["a", "b", "c"], 4)
@@ -95,7 +97,7 @@ EVEN = pytest.param(None, marks=pytest.mark.slow, id="even")
 @pytest.mark.parametrize("examples", [EVEN, pytest.param({"a": 3, "b": 1, "c": 4}, id="weighted")])
 def test_directions_and_lengths_are_merged_as_on_a_mesh(examples):
     """In every bit of each island; up to two units in the last place of the largest entry of a mesh."""
-    inner = optax.sgd(0.1)
+    inner = sgd(0.1)
     numbers = None if examples is None else [float(n) for n in examples.values()]
     tx = method(inner=inner, sync_period=1, merge="rda")
     found = train_together(islands.memory(), tx, ["a", "b", "c"], 2, examples=examples)
@@ -111,7 +113,7 @@ def test_directions_and_lengths_are_merged_as_on_a_mesh(examples):
 @pytest.mark.parametrize("reducer", ["exact", "4 bits with feedback"])
 def test_five_rounds_of_fixed_members_are_those_of_local_steps_on_a_mesh(reducer):
     """Up to 4 units in the last place of the largest entry, since `vmap` compiles the steps of a mesh otherwise."""
-    inner = optax.sgd(0.1)
+    inner = sgd(0.1)
     tx = method(reducer, inner=inner, sync_period=20)
     found = train_together(islands.memory(), tx, ["a", "b", "c"], 5, prepare=number_as_on_a_mesh)
     tx = jd.local_steps(inner, outer(), sync_period=20, reducer=REDUCERS[reducer]())
@@ -143,7 +145,7 @@ def test_bytes_are_those_of_the_formula(reducer):
 @each_reducer
 def test_nothing_is_lost_when_rounds_end_without_a_drift(reducer):
     """Every drift is the sum of what was taken of it, the residual, and what is still ahead of the anchor."""
-    (store, bodies, commits), tx = archived(islands.memory()), method(reducer, inner=optax.sgd(0.1))
+    (store, bodies, commits), tx = archived(islands.memory()), method(reducer, inner=sgd(0.1))
     step = step_of(tx)
     with contextlib.ExitStack() as stack:
         join = lambda name: stack.enter_context(islands.join(store, tx, name=name, round_timeout=0.05))  # noqa: E731
@@ -173,7 +175,7 @@ def test_nothing_is_lost_when_rounds_end_without_a_drift(reducer):
 
 
 def test_a_meeting_ends_though_the_others_finish_rounds_faster_than_it_takes_them(monkeypatch):
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    store, tx = islands.memory(), method(inner=sgd(0.1))
     step, states, clock, ended = step_of(tx), {}, [0.0], []
     with contextlib.ExitStack() as stack:
         join = lambda name: stack.enter_context(islands.join(store, tx, name=name, round_timeout=0.05))  # noqa: E731
@@ -288,7 +290,7 @@ def test_a_body_that_is_no_code_is_damaged():
 
 
 def test_overlap_takes_the_round_at_the_next_meeting_and_keeps_what_came_since():
-    store, tx = islands.memory(), method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0))
+    store, tx = islands.memory(), method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0))
     with islands.join(store, tx, name="a", overlap=True, round_timeout=5) as island:
         state, step = island.enter(begin(tx)), step_of(tx)
         moved = []
@@ -307,7 +309,7 @@ def test_overlap_takes_the_round_at_the_next_meeting_and_keeps_what_came_since()
 
 
 def test_an_island_that_was_late_and_is_in_time_again_is_waited_for():
-    tx = method(inner=optax.sgd(0.1))
+    tx = method(inner=sgd(0.1))
     with islands.join(islands.memory(), tx, name="a", overlap=True) as island:
         state = island.enter(begin(tx))
         state, _ = island.meet(state)
@@ -321,7 +323,7 @@ def test_an_island_that_was_late_and_is_in_time_again_is_waited_for():
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("examples", [float("nan"), float("inf"), -1.0, 1e39])
 def test_a_weight_that_would_spoil_the_mean_of_all_is_refused(examples):
-    tx = method(inner=optax.sgd(0.1))
+    tx = method(inner=sgd(0.1))
     with islands.join(islands.memory(), tx, name="a") as island:
         state = island.enter(begin(tx))
         for end in (island.meet, island.leave):
@@ -459,7 +461,7 @@ def test_averages_of_parameters_in_the_state_are_refused():
 
 @pytest.mark.slow
 def test_no_change_of_membership_compiles_anything():
-    store, tx = islands.memory(), method("4 bits with feedback")
+    store, tx = islands.memory(), make_method("4 bits with feedback")
     step = step_of(tx)
     with islands.join(store, tx, name="a", round_timeout=0.05, keep_every=2) as island:
         state = step(island.enter(begin(tx)), GOALS[0])
@@ -473,7 +475,7 @@ def test_no_change_of_membership_compiles_anything():
 
 @pytest.mark.slow
 def test_a_step_that_was_compiled_ahead_of_time_leaves_nothing_to_compile_to_the_first_meeting():
-    tx = method("4 bits with feedback")
+    tx = make_method("4 bits with feedback")
     step = step_of(tx).lower(begin(tx), GOALS[0]).compile()
     with islands.join(islands.memory(), tx, name="a", round_timeout=0.05) as island:
         state = step(island.enter(begin(tx)), GOALS[0])

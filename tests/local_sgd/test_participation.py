@@ -114,7 +114,7 @@ def test_keys_that_differ_are_refused(mesh):
 
 
 def test_loco_keeps_its_error():
-    reducer = jd.reducers.loco(jd.compressed(jd.top_k(0.34)), block=8)
+    reducer = jd.reducers.loco(jd.compressed(jd.compressors.scaled_sign()), block=8)
 
     def two_steps(x, examples):
         """The second without the workers that have no examples."""

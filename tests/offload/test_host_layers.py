@@ -139,7 +139,7 @@ def test_workers_and_their_examples():
     state = start(run, params)
     assert kinds(state) == {"pinned_host"}
     batch = {**make_batch(0), "real": np.array([1, 1, 1, 0, 1, 0, 0, 0], np.float32)}
-    loss, grads = jax.value_and_grad(whole_loss)(params, batch, stack)
+    loss, grads = jax.jit(jax.value_and_grad(whole_loss), static_argnums=2)(params, batch, stack)
     np.testing.assert_allclose(run.loss(state, batch, [3, 1]), loss, rtol=1e-6)
     state, found = run.step(state, batch, [3, 1])
     np.testing.assert_allclose(found, loss, rtol=1e-6)
@@ -176,7 +176,7 @@ def test_more_than_a_gpu_pins_is_refused_before_it_is_allocated(monkeypatch):
     class Gpu:
         platform = "gpu"
 
-    run, params = offload.host_layers(STACK, optax.adam(1e-2), clip_norm=1.0), make_params(1)
+    run, params = offload.host_layers(STACK, optax.adam(1e-2), clip_norm=1.0), make_params(1, width=256)
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(params[name])) for name in ("embed", "layers", "head")]
     monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")

@@ -400,7 +400,7 @@ def test_examples_weight_the_workers(tmp_path):
     run = offload.nvme_layers(stack, optax.sgd(0.1), offload.Store(tmp_path), mesh=mesh)
     start(run, params)
     batch = {**make_batch(0), "real": np.array([1, 1, 1, 0, 1, 0, 0, 0], np.float32)}
-    loss, grads = jax.value_and_grad(whole_loss)(params, batch, stack)
+    loss, grads = jax.jit(jax.value_and_grad(whole_loss), static_argnums=2)(params, batch, stack)
     np.testing.assert_allclose(run.loss(batch, [3, 1]), loss, rtol=1e-6)
     np.testing.assert_allclose(run.step(batch, np.array([3, 1])), loss, rtol=1e-6)
     after = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)

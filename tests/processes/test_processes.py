@@ -60,7 +60,7 @@ def results(tmp_path_factory, wanted):
     logs = [folder / f"{number}.log" for number in range(2)]
     started = []
     for number, log in enumerate(logs):
-        command = [sys.executable, str(SUPPORT / "scripts" / "worker.py"), str(number), port, *wanted]
+        command = [sys.executable, str(SUPPORT / "scripts" / "worker.py"), str(number), port, str(folder), *wanted]
         with log.open("w") as out:
             started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
     try:
@@ -87,7 +87,7 @@ def test_two_processes_give_what_the_simulation_gives(results, name):
 
 
 def test_nothing_was_left_out(results, wanted):
-    assert all(set(result) == {*wanted, "skip_nonfinite", "uneven", "island"} for result in results)
+    assert all(set(result) == {*wanted, "skip_nonfinite", "uneven", "island", "saves"} for result in results)
 
 
 # ---- unequal batches and values
@@ -156,3 +156,36 @@ def test_both_processes_of_an_island_meet_and_find_their_run_again(results, form
     """From 0 each round halves the way to 1."""
     for result in results:
         assert result["island"][form] == [[0.5, "first"], [0.75, "first"], [0.875, "first"], 0.875]
+
+
+# ---- a checkpoint of both processes, when one cannot do its part
+
+
+SAVE_SECONDS = 60  # generous: on a busy machine; it was 20 minutes
+
+
+@pytest.fixture(scope="module")
+def saves(results):
+    return [result["saves"] for result in results]
+
+
+def test_a_loop_that_goes_on_after_a_failure_stays_in_step(saves):
+    """Process 1 failed in the first `save`, process 0 hears of it in the second, and the third works in both."""
+    assert saves[1]["again"] == [["PermissionError", "CheckpointPeerError", ""], 4]
+    assert saves[0]["again"] == [["", "CheckpointPeerError", ""], 4]
+
+
+def test_different_steps_are_refused(saves):
+    for result in saves:
+        name, _, text, _ = result["different steps"]
+        assert name in ("ValueError", "CheckpointPeerError")
+        assert "save different steps, [0, 1]" in text
+
+
+def test_a_leaf_that_was_not_placed_is_named(saves):
+    for result in saves:
+        for name, _, text, seconds in result["not placed"]:
+            assert name in ("ValueError", "CheckpointPeerError")
+            assert "leaf `own` is an array of each process" in text
+            assert "jd.place(state, mesh)" in text
+            assert seconds < SAVE_SECONDS

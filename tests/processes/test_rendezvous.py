@@ -275,7 +275,7 @@ def test_silent_connections_hold_up_none():
 
 
 def test_a_process_that_ends_while_it_waits_is_named(monkeypatch):
-    monkeypatch.setattr(module, "GONE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "GONE_SECONDS", 0.4)
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(comes, 0, 3, port)
@@ -495,6 +495,17 @@ def test_what_differs_is_named(mesh, other, message):
     card = consistency.fingerprint_state(**same)
     assert consistency.find_difference(consistency.fingerprint_state(**same), card, 1) == ""
     assert consistency.find_difference(consistency.fingerprint_state(**{**same, **other}), card, 1).startswith(message)
+
+
+def test_leaves_of_one_name_are_told_apart():
+    """`value` is what marks add to a path, and also the head of an actor and critic."""
+    first, second = ({"w": jnp.zeros(3), "value": {"w": jnp.zeros(size)}} for size in (3, 4))
+    for fingerprint in (
+        lambda x: consistency.fingerprint_state(x, None, None),
+        lambda x: consistency.fingerprint_batch(x, 1),
+    ):
+        cards = [fingerprint(jax.tree.map(np.asarray, x)) for x in (first, second)]
+        assert "`['value']['w']` is" in consistency.find_difference(cards[1], cards[0], 1)
 
 
 def test_fields_in_another_order():

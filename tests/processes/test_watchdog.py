@@ -151,7 +151,7 @@ def test_a_method_is_the_same_function_each_time(ended):
             time.sleep(seconds)
 
     trainer = Trainer()
-    watch, _ = watch_of_two(Heartbeat(11, 0), True, first_seconds=20)
+    watch, _ = watch_of_two(Heartbeat(11, 0), True, seconds=0.2, first_seconds=20)
     with watch:
         watch(trainer.step, 0.0)
         watch(trainer.step, 0.8)
@@ -193,16 +193,16 @@ def test_a_step_that_compiles_again_may_take_longer(ended):
 
 
 def test_a_step_may_take_longer_once_jax_says_that_it_compiles(ended):
-    def step(event):
+    def step(event, seconds):
         jax.monitoring.record_event_duration_secs(event, 0.1)
-        ended[1].wait(1.0 if event else 0.0)
+        ended[1].wait(seconds)
 
     watch, _ = watch_of_two(Heartbeat(12, 0), True, first_seconds=20)
     with watch:
-        watch(step, "")
-        watch(step, "/jax/core/compile/jaxpr_to_mlir_module_duration")
+        watch(step, "", 0.0)
+        watch(step, "/jax/core/compile/jaxpr_to_mlir_module_duration", 0.8)
         assert not ended[0]
-        watch(step, "/jax/core/compile/jaxpr_trace_duration")  # as `jax.eval_shape` in a step
+        watch(step, "/jax/core/compile/jaxpr_trace_duration", 20.0)  # as `jax.eval_shape` in a step
     assert ended[0]
 
 
@@ -272,10 +272,10 @@ def test_what_is_raised_ends_the_process(ended):
 
 def test_a_first_call_that_exceeds_its_own_limit_ends(ended):
     """Ten minutes by default, which a large model may need and a small one may not want."""
-    with jd.processes.watchdog(0.1, first_timeout_seconds=0.5) as watch:
+    with jd.processes.watchdog(0.1, first_timeout_seconds=0.2) as watch:
         watch(ended[1].wait, SOON)
     assert isinstance(ended[0][0], jd.processes.StepTimeoutError)
-    assert "timed out after 0.5 s" in str(ended[0][0])
+    assert "timed out after 0.2 s" in str(ended[0][0])
 
 
 def test_a_state_with_keys_is_watched_to_its_end(ended):

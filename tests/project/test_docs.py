@@ -67,7 +67,7 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 
 
 # The block of the README has a test of its own. These pages compile many programs.
-NAMES = ("all-of-jaxdist", "first-steps", "new-compressor", "diloco-and-islands")
+NAMES = ("all-of-jaxdist", "first-steps", "new-compressor", "diloco-and-islands", "how-to-choose-a-reducer")
 LONG = {f"{name}.md": pytest.mark.slow for name in NAMES}
 RUN = [pytest.param(page, marks=LONG.get(page.name, ())) for page in PAGES if blocks(page) and page.name != "README.md"]
 
@@ -155,7 +155,8 @@ def run_readme(program: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_diff_of_the_readme_runs_before_and_after_and_prints_what_it_says(capsys):
+@pytest.mark.parametrize("steps", [1, pytest.param(101, marks=pytest.mark.slow)])
+def test_diff_of_the_readme_runs_before_and_after_and_prints_what_it_says(steps, capsys):
     page = (ROOT / "README.md").read_text()
     lines = re.search(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1].splitlines()
     before, after = ("\n".join(line[1:] for line in lines if not line.startswith(sign)) for sign in "+-")
@@ -164,9 +165,9 @@ def test_diff_of_the_readme_runs_before_and_after_and_prints_what_it_says(capsys
     assert (signs.count("+"), signs.count("-")) == (8, 2)  # "Eight lines in, two out"
 
     shown = re.search(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1].splitlines()
-    printed = run_readme(after, capsys)
-    assert printed[3:] == shown[3:]
-    losses = [[float(line.split()[-1]) for line in output[:3]] for output in (printed, shown)]
+    printed, seen = run_readme(after.replace("range(101)", f"range({steps})"), capsys), 1 + steps // 50
+    assert printed[seen:] == shown[3:]
+    losses = [[float(line.split()[-1]) for line in output[:seen]] for output in (printed, shown)]
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
     # One step: bytes do not depend on their number.

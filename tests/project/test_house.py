@@ -16,12 +16,12 @@ ADVICE = 'workers, files and arrays are things: write "a worker that waits", "a 
 
 
 def functions(tree: ast.AST, outer: tuple[str, ...] = ()):
-    """Yields every function with the names of the functions around it."""
+    """Yields every function with the names of the functions around it; expressions have none."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node, outer
             yield from functions(node, (*outer, node.name))
-        else:
+        elif isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
             yield from functions(node, outer)
 
 

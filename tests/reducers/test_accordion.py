@@ -167,6 +167,10 @@ def top(part):
     return jd.compressed(jd.top_k(part))
 
 
+def signs():
+    return jd.compressed(jd.compressors.scaled_sign())
+
+
 def low_rank(rank):
     return jd.power_sgd(rank, min_compression_rate=0)
 
@@ -216,7 +220,7 @@ def test_compression_is_no_change_of_regime(interval):
 def test_judged_is_what_workers_computed(wrap, epoch, interval):
     """Whatever the level has done to it: sums in float64 over the same gradients."""
     rows = changing(30)
-    reducer = wrap(jd.reducers.accordion(low_rank(2), top(0.02), epoch_steps=epoch, interval_steps=interval))
+    reducer = wrap(jd.reducers.accordion(low_rank(2), signs(), epoch_steps=epoch, interval_steps=interval))
     _, _, states = trajectory(reducer, rows)
     states = getattr(states, "reducer", states)
     assert len(set(levels_of(states).tolist())) == 2
@@ -372,7 +376,7 @@ def test_raw_and_reduced_gradients_have_verdicts_of_their_own(epoch, interval):
 
 def test_feedback_around_does_not_change_the_verdicts():
     rows, settings = noisy(), {"epoch_steps": 3, "interval_steps": 8, "eta": 0.2}
-    reducer = jd.error_feedback(jd.reducers.with_regime(top(0.1), **settings))
+    reducer = jd.error_feedback(jd.reducers.with_regime(signs(), **settings))
     _, _, states = trajectory(reducer, rows)
     wanted = reference.levels(rows, np.ones(len(rows)), epoch=3, interval=8, eta=0.2)
     assert levels_of(states.reducer).tolist() == wanted

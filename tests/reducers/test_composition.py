@@ -75,7 +75,7 @@ def built(name):
     return reducers
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(26)
 @pytest.mark.parametrize("name", CODES)
 def test_every_pair_is_traced_or_refused(name, request):
     """For one worker, which is the cheapest; the mean is like the updates and the state stays as it is."""

@@ -10,8 +10,8 @@ import jaxdist as jd
 from jaxdist.wire.buffers import FEW, concatenate, from_byte_planes, fuse, fuse_bytes, split, to_byte_planes
 from jaxdist.wire.codec import AT_ONCE, decode_mean
 
-KINDS = [(3,), (), (4, 5), (2, 3, 2), (7,), (1,), (5, 4), (0, 4), (6, 6), (12,)]
-LIKE = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 10 * KINDS]
+KINDS = [(3,), (), (4, 5), (2, 3, 2), (5, 4), (0, 4)]
+LIKE = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 7 * KINDS]
 
 REDUCE, GATHER, EXCHANGE = ("all-reduce", "float32"), ("all-gather", "uint8"), ("all-to-all", "uint8")
 MESSAGES = {
@@ -32,7 +32,7 @@ MESSAGES = {
     ),
     "bucketed": (
         lambda: jd.reducers.bucketed(
-            jd.two_shot(jd.compressors.scaled_sign()), bucket_bytes=2400, first_bucket_bytes=None
+            jd.two_shot(jd.compressors.scaled_sign()), bucket_bytes=840, first_bucket_bytes=None
         ),
         2 * [GATHER, EXCHANGE],
     ),
@@ -42,7 +42,7 @@ MESSAGES = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_hundred_leaves_share_their_collectives(mesh, name, compiled):
+def test_forty_leaves_share_their_collectives(mesh, name, compiled):
     """As written, and in the compiled program."""
     make, expected = MESSAGES[name]
     tx = jd.all_reduce(make())

@@ -13,13 +13,14 @@ from register_run import STEPS, ran
 from jaxdist._cli import results
 from jaxdist.testing import assert_compressor_laws, assert_reducer_laws
 
-SAMPLE = 13  # the same for all, so that they share what a line compiles
+SAMPLE = 30  # the same for all, so that they share what a line compiles
 each_case = pytest.mark.parametrize("name", CASES)
 each_code = pytest.mark.parametrize("name", CODES)
 sampled = pytest.mark.sampled(SAMPLE)
+few_codes = pytest.mark.sampled(26)
 
 
-@sampled
+@few_codes
 @each_code
 def test_compressors_keep_their_laws(name):
     code = CODES[name]
@@ -39,7 +40,7 @@ def test_compressors_send_what_they_say(name, size):
     assert sent <= code.bytes(max(size, 1))
 
 
-@sampled
+@few_codes
 @each_code
 def test_compressors_keep_their_types(name, mesh, request):
     """Strict promotion, shapes of every kind, float64, and keys that are agreed or differ under `shard_map`.

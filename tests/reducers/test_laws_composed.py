@@ -29,7 +29,7 @@ def wrapped(case, axis):
     )
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(30)
 @each_case
 def test_inside_the_wrappers_of_optax(name, request):
     """On the mesh and in simulation in turn; both with `--slow`."""
@@ -93,7 +93,7 @@ ELSEWHERE = ("top_k", "feedback of qsgd 2", "power_sgd", "tracked", "hierarchica
 ON_LEAVES = [name for name in CASES if name not in ELSEWHERE]
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", ON_LEAVES)
 def test_leaves_of_every_kind(name, request):
     """Finite results of the same shape and dtype, in one tree, for one worker; half of the leaves without `--slow`."""

@@ -109,7 +109,7 @@ def test_layers_are_whom_the_user_says():
         "c": jax.ShapeDtypeStruct((0,), jnp.float32),
         "d": jax.ShapeDtypeStruct((4, 5), jnp.float32),
     }
-    code = jd.compressed(jd.top_k(0.5))
+    code = jd.compressed(jd.compressors.scaled_sign())
     layers = {"a": 1, "b": 1, "c": 0, "d": 0}
     reducer = jd.reducers.partitioned(
         jd.error_feedback(code), partition_bytes=48, layer_fn=lambda path, leaf: layers[path], order=[0, 1, 1, 0, 0]

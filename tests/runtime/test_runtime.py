@@ -14,7 +14,9 @@ import jaxdist as jd
 
 
 def chain(axis="data"):
-    return optax.chain(jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.25))), axis=axis), optax.adam(1e-2))
+    return optax.chain(
+        jd.all_reduce(jd.error_feedback(jd.compressed(jd.compressors.cast(jnp.bfloat16))), axis=axis), optax.adam(1e-2)
+    )
 
 
 TX = chain()

@@ -27,8 +27,12 @@ def momentum():
     return optax.sgd(0.1, momentum=0.9)
 
 
+def signs():
+    return jd.error_feedback(jd.compressed(jd.compressors.scaled_sign()))
+
+
 def diloco():
-    return jd.local_sgd.diloco(optax.adam(0.1), sync_period=2, reducer=top_k())
+    return jd.local_sgd.diloco(optax.adam(0.1), sync_period=2, reducer=signs())
 
 
 def accordion():
@@ -46,7 +50,7 @@ AGREED = {
     "feedback of power_sgd": lambda: reduced(jd.error_feedback(low_rank()), momentum()),
     "feedback of power_sgd in the paper's form": lambda: reduced(jd.error_feedback(low_rank(own="paper")), momentum()),
     "power_sgd": lambda: reduced(low_rank(own="paper"), momentum()),
-    "feedback of signs": lambda: reduced(jd.error_feedback(jd.compressed(jd.compressors.scaled_sign()))),
+    "feedback of signs": lambda: reduced(signs()),
     "feedback of two-shot signs": lambda: reduced(
         jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())), momentum()
     ),
@@ -84,7 +88,7 @@ METHODS = {**AGREED, **LOCAL}
 
 ALONE = {
     "slowmo": lambda inner: jd.local_sgd.slowmo(inner, sync_period=2, learning_rate=0.1),
-    "diloco with feedback": lambda inner: jd.local_sgd.diloco(inner, sync_period=2, reducer=top_k()),
+    "diloco with feedback": lambda inner: jd.local_sgd.diloco(inner, sync_period=2, reducer=signs()),
     "d_psgd": lambda inner: jd.gossip(inner, RING),
     "choco": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.choco(jd.top_k(0.25), step_size=0.3)),
     "d2": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.d2()),

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from real_processes import flags_without_devices
+
 SCRIPT = Path(__file__).parent / "scripts" / "island.py"
 TIMEOUT = 5.0
 NAMES = ("a", "bb", "ccc")
@@ -70,7 +72,7 @@ class Job:
         )
         arguments = [str(x) for x in (folder, name, *integers, *seconds)]
         arguments += [",".join(points)] if points else []
-        environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+        environment = os.environ | {"XLA_FLAGS": flags_without_devices(), "JAX_PLATFORMS": "cpu"}
         if processes > 1:
             address = f"127.0.0.1:{free_port()}"
             environment |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}

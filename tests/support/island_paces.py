@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from island_stores import wrap
-from islands_run import bodies_under_way, method, wait_for_upload
+from islands_run import bodies_under_way, method, sgd, wait_for_upload
 from virtual_clock import VirtualClock
 
 from jaxdist import islands
@@ -44,7 +44,7 @@ class Played(NamedTuple):
 @cache
 def stepping(fragments, reducer="exact"):
     """A transformation with a meeting after each step, the step, and a state to begin with."""
-    tx = method(reducer, inner=optax.sgd(0.1), sync_period=fragments, fragments=fragments)
+    tx = method(reducer, inner=sgd(0.1), sync_period=fragments, fragments=fragments)
 
     @jax.jit
     def step(state):

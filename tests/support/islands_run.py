@@ -44,9 +44,17 @@ def outer():
     return optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
-def method(reducer="exact", *, inner=None, sync_period=H, outer=outer, **options):
+# The programs of a meeting belong to a method: tests with an equal one compile them once.
+sgd = cache(optax.sgd)
+
+
+def make_method(reducer="exact", *, inner=None, sync_period=H, outer=outer, **options):
+    """A method of its own, of which nothing has been compiled."""
     inner, options = inner or optax.adam(0.05), {"sync_period": sync_period, "axis": None, **options}
     return jd.local_steps(inner, outer(), reducer=(REDUCERS | REDUCERS_OF_TWO_MESSAGES)[reducer](), **options)
+
+
+method = cache(make_method)
 
 
 def begin(tx, fill=0.0):
@@ -54,6 +62,7 @@ def begin(tx, fill=0.0):
     return State(params, tx.init(params))
 
 
+@cache
 def step_of(tx):
     """A step towards a goal of the island's own."""
 

@@ -6,8 +6,10 @@ tests take a sixth less processor time with this one.
 
 import ast
 import functools
+import inspect
 import re
 import sys
+import types
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -39,12 +41,42 @@ def check_types(function: Callable) -> Callable:
         # At the first call: most functions are never called in a process that runs a part of the tests.
         nonlocal checked
         if checked is None:
-            checked = _beartype(function)
-            if any(_HAS_SHAPE.search(repr(hint)) for hint in function.__annotations__.values()):
-                checked = jaxtyped(checked, typechecker=None)
+            checked = _check(function)
         return checked(*args, **kwargs)
 
     return call
+
+
+# By its code, the annotations of an inner function, their check, and whether they have shapes.
+_checks: dict[types.CodeType, tuple[dict, types.FunctionType, bool]] = {}
+
+
+def _check(function: Callable) -> Callable:
+    """An inner function is defined anew by each call of the outer one; its check is the same, and is made once."""
+    known = _checks.get(function.__code__)
+    if known is not None and known[0] == function.__annotations__:
+        _, first, has_shape = known
+        checked = types.FunctionType(first.__code__, first.__globals__, first.__name__)
+        checked.__dict__.update(first.__dict__, __wrapped__=function)
+        # beartype's functions have no argument but what they close over, in keywords of their own.
+        checked.__kwdefaults__ = {**(first.__kwdefaults__ or {}), "__beartype_func": function}
+    else:
+        checked = _beartype(function)
+        has_shape = any(_HAS_SHAPE.search(repr(hint)) for hint in function.__annotations__.values())
+        defaults = getattr(checked, "__kwdefaults__", None) or {}
+        if "<locals>" in function.__qualname__ and defaults.get("__beartype_func") is function:
+            _checks[function.__code__] = function.__annotations__, checked, has_shape
+    if not has_shape:
+        return checked
+    if inspect.isgeneratorfunction(function):
+        return jaxtyped(checked, typechecker=None)  # which takes the shapes out of what it yields
+
+    @functools.wraps(checked)
+    def call_in_context(*args, **kwargs):
+        with jaxtyped("context"):
+            return checked(*args, **kwargs)
+
+    return call_in_context
 
 
 class _Finder(MetaPathFinder):

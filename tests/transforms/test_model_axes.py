@@ -153,7 +153,7 @@ def test_refused_without_specs(both):
 
 
 def test_state_of_flattened_leaves_is_refused(both):
-    feedback, bucket = jd.error_feedback, jd.compressed(jd.top_k(0.25))
+    feedback, bucket = jd.error_feedback, jd.compressed(jd.compressors.scaled_sign())
     tx = make(jd.reducers.bucketed(feedback(bucket), bucket_bytes=64), SPECS)
     with pytest.raises(ValueError, match="put error feedback around bucketed"):
         jd.distribute(make_step(tx), both)(fresh(tx, both), batch())

@@ -194,8 +194,10 @@ def test_two_sets_of_parameters():
             tx.init(both)
     tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.compressed(jd.compressors.identity()))), make("lookahead"))
     mine = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), PARAMS)
-    found = jax.vmap(lambda g: tx.update(g, tx.init(both), both)[0], axis_name="data")(mine)
-    wanted, _ = make("lookahead").update(jax.tree.map(lambda x: 2 * x, PARAMS), make("lookahead").init(both), both)
+    found = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(both), both)[0], axis_name="data"))(mine)
+    wanted, _ = jax.jit(make("lookahead").update)(
+        jax.tree.map(lambda x: 2 * x, PARAMS), make("lookahead").init(both), both
+    )
     assert_same(jax.tree.map(lambda x: x[0], found), wanted)
 
 

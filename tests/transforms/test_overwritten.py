@@ -80,7 +80,7 @@ def run(tx, where, **options):
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_values_are_those_of_the_whole_batch(micro_batches):
-    tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.two_shot(jd.qsgd(4)))), optax.adam(0.1))
+    tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign()))), optax.adam(0.1))
     whole = jax.grad(loss_fn)(PARAMS, ROWS)[VALUES]["amax"]
     mesh = jd.make_mesh({"data": WORKERS}, devices=jax.devices()[:WORKERS])
     for where in (WORKERS, mesh):

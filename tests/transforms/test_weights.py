@@ -80,14 +80,14 @@ def check_left_out(name, keyword, engine):
 
 
 # Majority votes and one-bit codes have no weights; all others leave workers out.
-@pytest.mark.sampled(300)
+@pytest.mark.sampled(333)
 @pytest.mark.parametrize("keyword", ["examples", "active"])
 @pytest.mark.parametrize("name", LINES)
 def test_a_gradient_of_weight_zero_is_left_out(name, keyword):
     check_left_out(name, keyword, "simulate")
 
 
-@pytest.mark.sampled(300)
+@pytest.mark.sampled(350)
 @pytest.mark.parametrize("keyword", ["examples", "active"])
 @pytest.mark.parametrize("engine", ["types", "values"])
 @pytest.mark.parametrize("name", LINES)

@@ -27,6 +27,8 @@ class PublishOptions:
     """Folder or bucket that the trainer publishes to."""
     last: int = 10
     """States to show."""
+    verify: bool = False
+    """Read the bytes of these states, too, and compare them with their hashes."""
     store: Text = None
     """Of a bucket: endpoint, region, profile, credential_provider, allow_http, timeout."""
     keep: Integer = None
@@ -45,7 +47,7 @@ def run_publish(chosen: PublishOptions) -> int:
     if chosen.keep is not None:
         gone = publish.clean_up(place, keep=chosen.keep, older=DAY * (chosen.older or 0.0))
         new_console().print(f"{chosen.url}: {gone} names deleted", highlight=False)
-    found = publish.status(place, last=chosen.last)
+    found = publish.status(place, last=chosen.last, verify=chosen.verify)
     console = new_console()
     console.print(_make_table(chosen.url, found))
     for problem in found.problems:

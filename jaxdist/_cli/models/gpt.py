@@ -107,7 +107,8 @@ def init(config: GPTConfig, key: PRNGKeyArray) -> PyTree:
     Examples:
       >>> import jax
       >>> from jaxdist._cli.models import gpt
-      >>> params = gpt.init(gpt.GPTConfig(layers=1, width=16, heads=2, context=8), jax.random.key(0))
+      >>> config = gpt.GPTConfig(layers=1, width=16, heads=2, context=8)
+      >>> params = jax.jit(lambda key: gpt.init(config, key))(jax.random.key(0))
       >>> sum(leaf.size for leaf in jax.tree.leaves(params))
       11520
     """

@@ -1,9 +1,9 @@
 """One of two processes of a job in which one cannot do its part of a save, without a watchdog.
 
-    jaxdist launch -n 2 failing.py FOLDER [CASE ...]
+    jaxdist launch -n 2 failing.py FOLDER
 
-Prints, as JSON, what each of them came to in this process, and after how many seconds. Of `FAILURES`
-it tries those that are named.
+Prints, as JSON, what each of them came to in this process, and after how many seconds. `report` has cases that
+another job of two processes tries.
 """
 
 import contextlib
@@ -83,11 +83,23 @@ def tried(function, *arguments):
     return ["", None, "", time.monotonic() - began]
 
 
+def make_state(mesh):
+    return jd.place({"w": jnp.arange(6.0), "e": jd.PerWorker(jnp.ones(5))}, mesh)
+
+
+def report(mesh, root):
+    state = make_state(mesh)
+    found = {"again": again(root / "again", state)}
+    found["different steps"] = tried(checkpoint.save, root / "different", state, jax.process_index())
+    leaves = (np.float32(1.0), jnp.zeros(()), jax.random.key(0))
+    found["not placed"] = [tried(checkpoint.save, root / "not placed", {**state, "own": leaf}, 1) for leaf in leaves]
+    return found
+
+
 def main():
     root = Path(sys.argv[1])
     jd.initialize(timeout_seconds=60)
-    mesh = jd.make_mesh()
-    state = jd.place({"w": jnp.arange(6.0), "e": jd.PerWorker(jnp.ones(5))}, mesh)
+    state = make_state(jd.make_mesh())
 
     def beside(folder):
         with checkpoint.writing(folder) as writer:
@@ -95,18 +107,12 @@ def main():
             writer.wait()
 
     results = {}
-    for name in sys.argv[2:]:
-        whose, failure = FAILURES[name]
+    for name, (whose, failure) in FAILURES.items():
         folder = root / name.replace(" ", "-")
         checkpoint.save(folder, state, 1)
         with failure if jax.process_index() == whose else contextlib.nullcontext():
             results[name] = [tried(checkpoint.save, folder, state, 2), tried(beside, folder)]
         results[name] += [checkpoint.resume(folder, state).step, tried(checkpoint.save, folder, state, 3)]
-    results["again"] = again(root / "again", state)
-    results["different steps"] = tried(checkpoint.save, root / "different", state, jax.process_index())
-    for leaf in (np.float32(1.0), jnp.zeros(()), jax.random.key(0)):
-        one_place = tried(checkpoint.save, root / "not placed", {**state, "own": leaf}, 1)
-        results.setdefault("not placed", []).append(one_place)
     with mock.patch.object(_runs, "VISIBLE_SECONDS", 1.0):
         results["own disks"] = tried(checkpoint.save, root / f"own-{jax.process_index()}", state, 1)
     results["own disks"] += [checkpoint.latest(root / f"own-{jax.process_index()}")]
