@@ -5,13 +5,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import DTypeLike
 
-from .types import Array, Like
+from .types import Array, Like, PyTree
 
 
 def working_dtype(dtype: DTypeLike) -> DTypeLike:
     """The dtype in which a compressor of arrays of `dtype` computes: float32, or `dtype` itself where it is wider."""
     # Not jnp.promote_types, which refuses half precision under strict dtype promotion.
     return dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32
+
+
+def widest_float() -> DTypeLike:
+    """The dtype of numbers that must be exact to the last bit of any array: float64 with x64, else float32."""
+    return jax.dtypes.canonicalize_dtype(jnp.float64)
+
+
+def factor_dtype(tree: PyTree) -> DTypeLike:
+    """The dtype of a number that multiplies the leaves of a tree: float64 if one of them has it, else float32."""
+    return jnp.float64 if any(x.dtype == jnp.float64 for x in jax.tree.leaves(tree)) else jnp.float32
 
 
 def explain_dtype(dtype: DTypeLike) -> str | None:

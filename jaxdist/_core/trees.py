@@ -1,6 +1,7 @@
 """Small functions over pytrees and their paths."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
@@ -89,11 +90,50 @@ def named_leaves(
 
 # The collection of flax, whose "gradient" is no derivative but the next value of the leaf.
 OVERWRITTEN = "_overwrite_with_gradient"
+# Where a program that has Variables of nnx has imported them.
+VARIABLES = "flax.nnx.variablelib"
 
 
 def is_overwritten(path: Any) -> bool:
     """Checks whether a leaf is a value that its "gradient" replaces: a statistic of fp8, such as an amax history."""
     return any(jax.tree_util.keystr((key,), simple=True) == OVERWRITTEN for key in path)
+
+
+def leaves_with_collections(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None, known: list[tuple[Any, Any]] | None = None
+) -> list[tuple[Any, Any]]:
+    """Returns paths and leaves in which `is_overwritten` also finds those that nnx keeps; `known` are those of JAX.
+
+    A linen layer in nnx (`nnx.bridge`) has Variables of a class with the name of the collection, which no path has.
+    """
+    module = sys.modules.get(VARIABLES)
+    # nnx makes the class for the first such layer.
+    if module is None or all(kind.__name__ != OVERWRITTEN for kind in module.Variable.__subclasses__()):
+        return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf) if known is None else known
+
+    def is_statistic(node: Any) -> bool:
+        return type(node).__name__ == OVERWRITTEN
+
+    def is_end(node: Any) -> bool:
+        return is_statistic(node) or (is_leaf is not None and is_leaf(node))
+
+    found: list[tuple[Any, Any]] = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_end):
+        if is_statistic(node):
+            inside = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf)
+            found += [((*path, jax.tree_util.DictKey(OVERWRITTEN), *more), leaf) for more, leaf in inside]
+        else:
+            found.append((path, node))
+    return found
+
+
+def map_with_collections(
+    f: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> PyTree:
+    """`jax.tree_util.tree_map_with_path` with the paths of `leaves_with_collections`."""
+    structure = jax.tree.structure(tree, is_leaf=is_leaf)
+    rows = zip(leaves_with_collections(tree, is_leaf), *map(structure.flatten_up_to, rest), strict=True)
+    return structure.unflatten([f(*named, *others) for named, *others in rows])
 
 
 def next_count(count: Int[Array, "..."]) -> Int[Array, "..."]:

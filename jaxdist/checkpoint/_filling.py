@@ -12,7 +12,17 @@ import numpy as np
 
 from .._core.trees import is_key
 from .._core.types import Array, Like, Shape, State
-from ..state.marks import PerWorker, Resize, Sharded, cutting_marks, merging_rules, order_of, show_orders
+from ..state.marks import (
+    PerWorker,
+    Resize,
+    Sharded,
+    cutting_marks,
+    find_uneven,
+    merging_rules,
+    order_of,
+    show_orders,
+    warn_uneven,
+)
 from ..state.placement import copy_to_workers, refit
 from ._files import ARRAYS, MANIFEST
 from ._manifest import PACKING, Leaf, Manifest, name_leaves, orbax, packed_leaves, path_of
@@ -44,6 +54,7 @@ def fill(folder: Path, shown: Path | str, manifest: Manifest, like: State, chang
     other = f"{shown} is a checkpoint of another state"
     unfit |= {name: f"{other}: it also has `{name}`" for name in stored if name not in wanted}
     _check_changed(unfit, wanted, changed)
+    _warn_if_uneven(like, stored, wanted, unfit)
     # Leaves with unchanged shape and marks go straight to their devices; the others by way of host memory.
     in_place, others, found, same = {}, [], {}, {}
     rules = dict(zip(wanted, merging_rules(like), strict=True))
@@ -130,6 +141,20 @@ def _why_unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], s
             "they were saved with, or let this part of the state be new, from zero"
         )
     return ""
+
+
+def _warn_if_uneven(
+    like: State,
+    stored: Mapping[str, Leaf],
+    wanted: Mapping[str, tuple[tuple[Any, ...], Like]],
+    unfit: Mapping[str, str],
+) -> None:
+    """Warns of another number of workers for the states that `find_uneven` finds, unless they stay new."""
+    for (name, (marks, leaf)), is_uneven in zip(wanted.items(), find_uneven(like), strict=True):
+        if is_uneven and name not in unfit:
+            for before, now, _ in zip(stored[name].shape, leaf.shape, cutting_marks(marks), strict=False):
+                if before != now:
+                    return warn_uneven(name, before, now)
 
 
 def _other_packing(name: str, shown: Path | str) -> str:

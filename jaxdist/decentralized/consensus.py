@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._core.dtypes import widen
 from .._core.trees import wide
 from .._core.types import Array, Float, PyTree, State
 from ..state.marks import PerWorker, with_value
@@ -80,7 +81,8 @@ def consensus_distance(params: PerWorker) -> Float[Array, ""]:
     """
 
     def mean_square(x: Array) -> Array:
-        x = x.astype(jnp.float32)
-        return jnp.sum(jnp.square(x - x.mean(0, keepdims=True))) / x.shape[0]
+        # Differences in the dtype of the models: those of float64 may be far smaller than float32 resolves.
+        x = widen(x)
+        return (jnp.sum(jnp.square(x - x.mean(0, keepdims=True))) / x.shape[0]).astype(jnp.float32)
 
     return jnp.sqrt(sum(map(mean_square, jax.tree.leaves(params.value)), jnp.zeros(())))

@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .._core.descriptions import with_description
+from .._core.dtypes import widest_float
 from .._core.trees import plus, wide
 from .._core.types import Array, PyTree
 from ..compressors.compressor import Compressor, check_compressor
@@ -79,7 +79,7 @@ class _ECD(NamedTuple):
         # x' = Σ_j W_ij x̃_j + u
         params = plus(mixed, steps)
         # The count starts at 0, and the formula's `t` at 2.
-        t = context.count.astype(jnp.float32) + 2
+        t = context.count.astype(widest_float()) + 2
 
         # z = (1 - t/2) x + (t/2) x' = x' + (t/2 - 1) (x' - x)
         def extrapolate(old: Array, new: Array) -> Array:

@@ -12,7 +12,7 @@ from .._core.checks import check_range
 from .._core.dtypes import widen
 from .._core.types import Array, AxisNames, PyTree, Updates
 from ..topology.base import Topology
-from ..wire.mixing import weight_of
+from ..wire.mixing import multiply_in_dtype, weight_of
 from .cross_gradients import cross_gradients, weights_of_destinations
 from .method import check_undirected
 
@@ -66,7 +66,7 @@ def neighborhood_value_and_grad(
         comm, value, own, neighbors = cross(loss, topology, axis, params, data)
         # W_ii ∇F_i(x_i) belongs to both sums, with shares that add up to 1.
         own_weight = weight_of(comm, topology.rounds[0].self_weights)
-        total = jax.tree.map(lambda g: widen(g) * own_weight, own)
+        total = jax.tree.map(lambda g: multiply_in_dtype(widen(g), own_weight), own)
         for message, on_own_data, on_their_data in neighbors:
             # (1 - α) W_ij ∇F_i(x_j) + α W_ij ∇F_j(x_i)
             total = _add_weighted(total, 1 - data_share, weight_of(comm, message.weights), on_own_data)
@@ -80,4 +80,6 @@ def _add_weighted(total: Updates, share: float | int, weight: Array | float, gra
     if not share:
         return total
     # Where no parameters arrived, the gradient is one at zeros, which may be NaN.
-    return jax.tree.map(lambda t, g: t + jnp.where(weight == 0, 0, share * weight * widen(g)), total, gradient)
+    return jax.tree.map(
+        lambda t, g: t + jnp.where(weight == 0, 0, share * multiply_in_dtype(widen(g), weight)), total, gradient
+    )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.descriptions import with_description
+from .._core.dtypes import factor_dtype, widest_float
 from .._core.trees import plus, wide
 from .._core.types import Array, Float, PyTree, Updates
 from ..topology.base import Topology
@@ -79,7 +80,7 @@ def osgp() -> Method:
 
 def _init_osgp(params: PyTree, topology: Topology) -> OverlappedState:
     del topology
-    zero = jnp.zeros((), jnp.float32)
+    zero = jnp.zeros((), factor_dtype(params))
     return OverlappedState(zero + 1, jax.tree.map(jnp.zeros_like, params), zero, zero)
 
 
@@ -91,13 +92,13 @@ def _osgp_step(context: StepContext) -> StepResult:
     before = context._replace(count=jnp.maximum(context.count - 1, 0))
     sent = state.outgoing, state.outgoing_weight
     delta = mixing_delta(before, sent, like=(context.params, state.weight))
-    arrived = _add_scaled(delta, sent, 1 - _self_weight(before))
+    arrived = _add_scaled(delta, sent, 1 - _self_weight(before).astype(state.share.dtype))
 
     steps, inner = context.adapt(context.gradients)
     # x = w z + u, of which P_ii stays; the rest is sent in the next step, as the wire rounds it.
     x = plus(scale_models(wide(context.params), state.weight), steps)
     outgoing = jax.tree.map(lambda x, p: x.astype(p.dtype).astype(x.dtype), x, context.params)
-    leaves = _self_weight(context) - 1
+    leaves = _self_weight(context).astype(state.share.dtype) - 1
     x = jax.tree.map(jnp.add, _add_scaled(x, outgoing, leaves), arrived[0])
     weight = state.weight + leaves * state.weight + arrived[1]
     params = jax.tree.map(lambda x: x / weight.astype(x.dtype), x)
@@ -106,7 +107,7 @@ def _osgp_step(context: StepContext) -> StepResult:
 
 def _self_weight(context: StepContext) -> Array:
     """Returns `P_ii` of this worker in the round of a step."""
-    weights = jnp.asarray([round.self_weights for round in context.topology.rounds], jnp.float32)
+    weights = jnp.asarray([round.self_weights for round in context.topology.rounds], widest_float())
     order = jnp.asarray(context.topology.order, jnp.int32)
     return weights[order[context.count % len(context.topology.order)], context.comm.index]
 

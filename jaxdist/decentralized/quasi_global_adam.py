@@ -8,6 +8,7 @@ import optax
 
 from .._core.checks import check_range
 from .._core.descriptions import with_description
+from .._core.dtypes import widest_float
 from .._core.trees import minus, next_count, plus, wide
 from .._core.types import Array, Int, PyTree, Updates
 from ..topology.base import Topology
@@ -77,8 +78,8 @@ class _QuasiGlobalAdam(NamedTuple):
         first, second = self._update_moments(context.state, wide(context.gradients))
         # Bias corrections 1 - β^t.
         count = next_count(context.state.count)
-        t = count.astype(jnp.float32)
-        corrections = [1 - jnp.asarray(beta, jnp.float32) ** t for beta in (self.b1, self.b2)]
+        t = count.astype(widest_float())
+        corrections = [1 - jnp.asarray(beta, t.dtype) ** t for beta in (self.b1, self.b2)]
 
         # m / (1 - β1^t) / (√(v / (1 - β2^t)) + ε)
         def adam_direction(m: Array, v: Array) -> Array:

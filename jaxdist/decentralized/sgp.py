@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.descriptions import with_description
+from .._core.dtypes import factor_dtype
 from .._core.trees import plus, wide
 from .._core.types import Array, Float, PyTree, Updates
 from ..topology.base import TOLERANCE, Topology, matrices
@@ -80,7 +81,7 @@ def check_columns(topology: Topology) -> Topology:
 
 def _init_weight(params: PyTree, topology: Topology) -> PyTree:
     # Rows that sum to 1 keep all weights at 1, so that there is nothing to store or send.
-    return () if is_doubly_stochastic(topology) else PushSumState(jnp.ones((), jnp.float32))
+    return () if is_doubly_stochastic(topology) else PushSumState(jnp.ones((), factor_dtype(params)))
 
 
 def _push(context: StepContext) -> StepResult:

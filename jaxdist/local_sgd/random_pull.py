@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._core.checks import NO_PARAMS, check_count, check_range
-from .._core.dtypes import working_dtype
+from .._core.dtypes import widest_float, working_dtype
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Int, Key, State, Updates
 from ..comm.over import over
@@ -98,7 +98,7 @@ def random_pull(
         started = state.count >= start_step
         pulls = started & jax.random.bernoulli(key, probability)
         # γ η / p for a pull, 1 / (1 - p) for a step: the expectation is that of both together.
-        strength = jnp.asarray(learning_rate, jnp.float32) * (pull / probability)
+        strength = jnp.asarray(learning_rate, widest_float()) * (pull / probability)
         scale = jnp.where(started, 1 / (1 - probability), 1.0)
 
         steps = jax.tree.map(partial(_pull_or_scale, pulls, strength, scale), steps, params, anchor)

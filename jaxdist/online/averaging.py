@@ -15,7 +15,7 @@ from ..topology.base import Topology, check_topology
 from ..topology.spectrum import is_doubly_stochastic
 from ..transforms.common import LearningRate, check_per_worker
 from ..transforms.local_gradients import check_leaves, check_local
-from ..transforms.weights import weight_of_worker
+from ..transforms.weights import weight_of_worker, widen_weight
 from ..wire.buffers import fuse
 from ..wire.mixing import mixing_change
 from .geometry import Geometry
@@ -53,7 +53,7 @@ class Averaging(NamedTuple):
         ledger: list[comms.Sent] = []
         comm = comms.count_sent(over(self.axis), ledger)
         number = weight_of_worker(examples, active, name="any-batch mirror descent")
-        return comm, ledger, None if number is None else comm.varying(number)
+        return comm, ledger, None if number is None else comm.varying(widen_weight(number, updates))
 
     def average_over_workers(
         self, tree: PyTree, number: Array | None, fallback: PyTree, comm: Comm, count: Int[Array, ""]

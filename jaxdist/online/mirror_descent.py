@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
+from .._core.dtypes import factor_dtype
 from .._core.trees import next_count, tree_where, wide
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.base import add_bytes
@@ -113,7 +114,9 @@ class _MirrorDescent(NamedTuple):
         averaging = self.averaging
         averaging.geometry.check(params)
         # The first message is weighted before any examples were counted: all workers alike.
-        examples = bind(PerWorker(jnp.ones((), jnp.float32)), averaging.axis) if averaging.keeps_examples else None
+        examples = (
+            bind(PerWorker(jnp.ones((), factor_dtype(params))), averaging.axis) if averaging.keeps_examples else None
+        )
         return MirrorDescentState(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), examples)
 
     def update(
@@ -139,7 +142,7 @@ class _MirrorDescent(NamedTuple):
             else:
                 new = self._mirror_step(comm.varying(old), updates, number, state.count)
                 new = averaging.average_over_workers(new, number, old, comm, state.count)
-        weight = comm.varying(jnp.ones((), jnp.float32)) if number is None else number
+        weight = comm.varying(jnp.ones((), factor_dtype(params))) if number is None else number
         return updates_to(new, params), MirrorDescentState(
             count=next_count(state.count),
             sent=add_bytes(state.sent, comms.total_bytes(ledger)),

@@ -38,8 +38,8 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
     Summed up, `Σ own = Σ x - (e_T - e_0) / (1-β)`: nothing is lost for good, as with `error_feedback`, but an error
     is returned in small parts over `1/(1-β)` steps, which damps the oscillations of a coarse compressor. `e` is small,
     so 8 bits per entry suffice (the largest entry of a block is 127): a quarter of the memory of a float32 residual.
-    Rounding `e` loses at most half a level per entry and step, and the reset discards what has accumulated. Error
-    feedback around it is refused.
+    Rounding `e` loses at most half a level per entry and step, and the reset discards what has accumulated, as another
+    number of workers does. Error feedback around it is refused.
 
     *On the wire*: what the reducer sends.
 

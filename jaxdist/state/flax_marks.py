@@ -9,14 +9,12 @@ from typing import Any
 import jax
 
 from .._core.compat import key_class
-from .._core.trees import leaf_name
+from .._core.trees import VARIABLES, leaf_name
 from .._core.types import State
 from .marks import MARKS, PerWorker, is_mark, with_value
 
 MODULE = "flax.serialization"
 OPTIMIZER = "flax.nnx.training.optimizer"
-
-VARIABLES = "flax.nnx.variablelib"
 
 STREAMS = (
     "Make the layer without rngs=, nnx.Dropout(rate), nnx.MultiHeadAttention(..., keep_rngs=False) or "

@@ -6,6 +6,7 @@
 import copy
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_type_hints
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from .._core.checks import check_range
 from .._core.compat import varying_axes
-from .._core.trees import is_overwritten, leaf_name
+from .._core.trees import is_overwritten, leaf_name, leaves_with_collections
 from .._core.types import AxisNames, PyTree, Shape, State
 
 Resize = Literal["mean", "copy", "zero", "max"]
@@ -272,7 +273,7 @@ class Inseparable:
 
 def flatten_marks(tree: PyTree) -> list[MarkedLeaf]:
     """The leaves of a tree, in the order of `jax.tree.leaves`, with the marks around each."""
-    return [leaf for leaf, _ in _flatten_marks(tree, together=False)]
+    return [leaf for leaf, *_ in _flatten_marks(tree, together=False)]
 
 
 def merging_rules(tree: PyTree) -> list[Resize]:
@@ -281,29 +282,33 @@ def merging_rules(tree: PyTree) -> list[Resize]:
     Usually the mean; of arrays that belong together a copy, and of the fp8 statistics of flax the maximum.
     """
     return [
-        "copy" if bound else "max" if is_overwritten(leaf.path) else "mean"
-        for leaf, bound in _flatten_marks(tree, together=False)
+        "copy" if bound else "max" if is_overwritten(named) else "mean"
+        for _, bound, named in _flatten_marks(tree, together=False)
     ]
 
 
-def _flatten_marks(tree: PyTree, *, together: bool) -> list[tuple[MarkedLeaf, bool]]:
-    """Also returns whether a leaf is inside a `Inseparable`."""
+def _flatten_marks(tree: PyTree, *, together: bool) -> list[tuple[MarkedLeaf, bool, Any]]:
+    """Also returns whether a leaf is inside a `Inseparable`, and the path by which `is_overwritten` knows it."""
 
     def is_end(node: Any) -> bool:
         return is_mark(node) or (isinstance(node, Inseparable) and not together)
 
-    found: list[tuple[MarkedLeaf, bool]] = []
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_end):
+    found: list[tuple[MarkedLeaf, bool, Any]] = []
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_end)
+    for (path, node), (above, _) in zip(nodes, leaves_with_collections(tree, is_end, nodes), strict=True):
         if is_mark(node):
-            for leaf, bound in _flatten_marks(node.value, together=together):
-                is_statistic = is_overwritten((*path, *leaf.path))
-                rule: Resize | None = "copy" if bound else "max" if is_statistic else None
+            for leaf, bound, inside in _flatten_marks(node.value, together=together):
+                named = (*above, *inside)
+                rule: Resize | None = "copy" if bound else "max" if is_overwritten(named) else None
                 marks = (node if rule is None else _instead_of_mean(node, rule), *leaf.marks)
-                found.append((MarkedLeaf(marks, path + leaf.path, leaf.value), bound))
+                found.append((MarkedLeaf(marks, path + leaf.path, leaf.value), bound, named))
         elif is_end(node):
-            found += [(x._replace(path=path + x.path), True) for x, _ in _flatten_marks(node, together=True)]
+            found += [
+                (x._replace(path=path + x.path), True, (*above, *inside))
+                for x, _, inside in _flatten_marks(node, together=True)
+            ]
         else:
-            found.append((MarkedLeaf((), path, node), together))
+            found.append((MarkedLeaf((), path, node), together, above))
     return found
 
 
@@ -311,6 +316,32 @@ def _instead_of_mean(mark: Any, rule: Resize) -> Any:
     """The mark, with another rule in place of the mean."""
     is_mean = isinstance(mark, PerWorker) and mark.resize == "mean"
     return PerWorker(mark.value, axis=mark.axis, resize=rule, order=mark.order) if is_mean else mark
+
+
+def find_uneven(tree: PyTree) -> list[bool]:
+    """Whether each leaf belongs to a state by which the workers' models do not count alike, in their order.
+
+    Such a state has a method `weigh_drift`: push-sum weights, and messages under way. Neither its mean over workers nor
+    that of the models beside it means anything for another number of workers.
+    """
+
+    def is_uneven(node: Any) -> bool:
+        return hasattr(node, "weigh_drift")
+
+    return jax.tree.leaves(
+        jax.tree.map(lambda node: jax.tree.map(lambda _: is_uneven(node), node), tree, is_leaf=is_uneven)
+    )
+
+
+def warn_uneven(name: str, before: int, now: int) -> None:
+    """Warns that such a leaf of a state for some number of workers is changed to another number."""
+    warnings.warn(
+        f"leaf `{name}` is for {before} workers whose models do not count alike in their mean (sgp on a directed "
+        f"graph, osgp, relay_sgd), and {now} workers continue from the plain mean, which is another model: to keep "
+        f"that of gossip, take decentralized.mean_params(params, opt_state) on {before} workers as the parameters, and "
+        "make the state of the method anew with its init",
+        stacklevel=4,
+    )
 
 
 def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

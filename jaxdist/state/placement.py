@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._core.checks import check_count
 from .._core.compat import is_on_host
-from .._core.trees import fold_index, is_key, to_device
+from .._core.trees import fold_index, is_key, leaf_name, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
 from .flax_marks import refuse_lost_marks, refuse_random_streams, refuse_shared_variables, register_with_flax
 from .marks import (
@@ -25,12 +25,14 @@ from .marks import (
     bind,
     check_usable,
     cutting_marks,
+    find_uneven,
     flatten_marks,
     is_mark,
     map_marked,
     merging_rules,
     spec_entry,
     spec_of,
+    warn_uneven,
 )
 from .parameter_specs import join_specs, spec_axes, specs_of_leaves
 
@@ -216,6 +218,10 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     Raises:
       ValueError: the mesh lacks an axis of a mark, or has no workers along it.
 
+    Warns:
+      UserWarning: the state is that of a gossip method by which workers do not count alike (`sgp` on a directed graph,
+        `osgp`, `relay_sgd`): the mean of the models is not the one that gossip keeps.
+
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> mesh = jd.make_mesh({"data": 1})
@@ -235,8 +241,18 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
 
     check_usable(state)
     refuse_shared_variables(state)
-    state = map_marked(resize_leaf, bind(state, axis))
+    state = bind(state, axis)
+    _warn_if_uneven(state, mesh)
+    state = map_marked(resize_leaf, state)
     return _place_tree(state, mesh, axis)
+
+
+def _warn_if_uneven(state: State, mesh: Place) -> None:
+    """Warns of another number of workers for the states that `find_uneven` finds."""
+    for (marks, path, leaf), is_uneven in zip(flatten_marks(state), find_uneven(state), strict=True):
+        for dimension, mark in enumerate(cutting_marks(marks) if is_uneven else ()):
+            if leaf.shape[dimension] != (now := workers(mesh, mark.axis)):
+                return warn_uneven(leaf_name(path), leaf.shape[dimension], now)
 
 
 def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array | np.ndarray:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.compat import scan_sizes
+from .._core.dtypes import widest_float
 from .._core.jaxprs import CASTS, ELEMENTWISE, LOOP_RULES, RESHAPES, apply_primitive, evaluate, inner_jaxprs
 from .._core.types import Array
 
@@ -132,7 +133,9 @@ def find_divisor(
     number, guarded, bound, offset = quotient.divisor
     # The mean of the whole batch is that of the means of its parts, whose sum is `parts` times as large.
     offset = offset * parts if number.power else offset
-    n, in_place, bound, offset = (jnp.asarray(x, jnp.float32) for x in (_read(number), _read(guarded), bound, offset))
+    n, in_place, bound, offset = (
+        jnp.asarray(x, widest_float()) for x in (_read(number), _read(guarded), bound, offset)
+    )
     # A part with n = 0 may have terms, as a loss over all boxes that is divided by the number of those with an object.
     # Where others are added they would count with it: then it is left out.
     return Divisor(n, jnp.where(n != 0, in_place, 0) if quotient.plus else in_place, bound, offset)

@@ -9,7 +9,7 @@ import optax
 
 from .._core.compat import mesh_axes_left_over, types_are_checked, unreduced_axes, varying_axes
 from .._core.dtypes import explain_dtype, working_dtype
-from .._core.trees import is_overwritten
+from .._core.trees import is_overwritten, leaves_with_collections
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
@@ -22,7 +22,7 @@ from ..state.marks import (
 )
 from .extra_args import has_type
 from .overwritten import explain_overwritten
-from .weights import keep_unsent, scale_leaves, weight_of, weight_of_worker, zero_unless
+from .weights import keep_unsent, scale_leaves, weight_of, weight_of_worker, widen_weight, zero_unless
 
 
 def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
@@ -31,7 +31,7 @@ def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
     With `sharded`, leaves may be sharded over another axis.
     """
     refuse_two_sets(tree)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mark)[0]:
+    for path, leaf in leaves_with_collections(tree, is_mark):
         name = jax.tree_util.keystr(path) or "the gradient"
         if is_overwritten(path):
             raise ValueError(explain_overwritten(name))
@@ -131,6 +131,7 @@ def reduce_weighted(
             "a median or a trimmed mean takes one number as examples=, got a tree: pass the number of this worker's "
             "examples, or use a mean"
         )
+    examples = widen_weight(examples, updates)
     # A linear reducer averages n_w g_w and n_w together: Σ n_w g_w / Σ n_w in one collective. Not in float16, whose
     # largest number is 65504: a batch of 512 tokens would turn gradients of 200 into infinity.
     if plain and not any(x.dtype == jnp.float16 for x in jax.tree.leaves(updates)):
@@ -170,7 +171,7 @@ def local_gradients(
     updates = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), updates)
     weight = weight_of_worker(examples, active, name=name)
     if weight is not None:
-        updates = scale_leaves(updates, weight_of(weight, comm)[0])
+        updates = scale_leaves(updates, weight_of(widen_weight(weight, updates), comm)[0])
     return updates, comm
 
 

@@ -10,9 +10,9 @@ from jax import lax
 
 from .._core.checks import check_range
 from .._core.compat import cast_varying, like_of, mesh_axes_being_mapped, vary_like, zeros_like_shape
-from .._core.dtypes import working_dtype
+from .._core.dtypes import widest_float, working_dtype
 from .._core.jaxprs import find_forwarded, propagate
-from .._core.trees import fold_keys, is_overwritten
+from .._core.trees import fold_keys, is_overwritten, map_with_collections
 from .._core.types import Array, AxisNames, PyTree
 from ..comm.over import over
 from ..state.flax_marks import STREAMS, variables_by_path
@@ -112,7 +112,7 @@ def _sum_over_parts(value_and_grad: Callable[..., Any], divided: "_Divided", axi
     """Averages values and gradients over the parts of the batch, in a loop."""
     total, shapes = _sum_parts(lambda number, _, part: value_and_grad(*divided.arguments(number, part)), divided, axis)
     value = jax.tree.map(lambda t, x: _finish(t, x.dtype, divided.parts), total[0], shapes[0])
-    gradients = jax.tree_util.tree_map_with_path(
+    gradients = map_with_collections(
         lambda path, t, x: t.astype(x.dtype) if is_overwritten(path) else _finish(t, x.dtype, divided.parts),
         total[1],
         shapes[1],
@@ -125,7 +125,7 @@ def _weigh_by(weights: Callable[[Any], Any], divided: "_Divided") -> tuple[Array
 
     def weight_of_part(numbered: Any) -> Array:
         arguments = divided.arguments(*numbered)
-        return as_number("the result of weights", weights(arguments[divided.batch]))
+        return as_number("the result of weights", weights(arguments[divided.batch]), widest_float())
 
     found = lax.map(weight_of_part, (jnp.arange(divided.parts), divided.stack))
     total = found.sum()
@@ -194,7 +194,7 @@ def _weigh_parts(
             (out, gradients), own = value_and_grad(*arguments), share
         counts = (share > 0) | (total == 0)
         weigh = functools.partial(_weigh_gradient, own, counts)
-        return _weigh(share, out), jax.tree_util.tree_map_with_path(weigh, gradients, is_leaf=is_mark)
+        return _weigh(share, out), map_with_collections(weigh, gradients, is_leaf=is_mark)
 
     if divided.parts == 1:
         return evaluate_part(jnp.zeros((), jnp.int32), shares[0], jax.tree.map(lambda x: x[0], divided.stack))
@@ -258,7 +258,7 @@ def _sum_parts(
         number, _, _ = numbered
         value, gradients = evaluate_part(*numbered)
         # The next value of a statistic is the largest of those of all parts, of which the first has none before it.
-        gradients = jax.tree_util.tree_map_with_path(
+        gradients = map_with_collections(
             lambda path, t, x: (
                 jnp.where(number == 0, x, jnp.maximum(t, x)).astype(t.dtype)
                 if is_overwritten(path)
@@ -295,7 +295,8 @@ def _value_and_grad(
             raise TypeError(f"with has_aux=True the loss must return (value, aux), got {type(out).__name__}")
         value: Any = out[0] if has_aux else out
         # In float32: S times the loss would overflow float16.
-        scaled = value if scale is None else value.astype(working_dtype(value.dtype)) * scale
+        wide = working_dtype(value.dtype)
+        scaled = value if scale is None else value.astype(wide) * jnp.asarray(scale, wide)
         # A loss that is a mean over workers is the loss of each of them, not one loss of all.
         return to_varying(scaled, axis), out
 

@@ -7,7 +7,7 @@ import jax
 import optax
 from optax.contrib import HutchinsonState
 
-from .._core.trees import is_overwritten
+from .._core.trees import is_overwritten, leaves_with_collections
 from .._core.types import AxisNames, PyTree
 from ..state.marks import OnHost, PerWorker, Sharded, flatten_marks, is_mark
 from .extra_args import STRICT, has_type
@@ -72,7 +72,8 @@ def _has_shards_of_parameters(state: PyTree) -> bool:
 
 def explain_difference(state: PyTree, path: Any) -> str:
     """Returns what to do about a leaf of the state, at this path, that differs between workers."""
-    if is_overwritten(path):
+    named = zip(jax.tree_util.tree_leaves_with_path(state), leaves_with_collections(state), strict=True)
+    if is_overwritten(path) or any(path == full and is_overwritten(name) for (full, _), (name, _) in named):
         return (
             "it is a statistic of fp8, whose next value each worker has found in its own rows: take the maximum, "
             "gradients = jd.transforms.agree_on_maximum(gradients, params), before it enters the state"

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .._core.trees import OVERWRITTEN, is_overwritten
+from .._core.trees import OVERWRITTEN, is_overwritten, leaves_with_collections
 from .._core.types import Array, AxisNames, PyTree, Updates
 from ..comm.over import over
 from ..wire.buffers import fuse
@@ -34,7 +34,8 @@ def agree_on_maximum(
     *State*: none.
 
     Args:
-      gradients: a tree with the collection anywhere in its paths. All other leaves are returned as they are.
+      gradients: a tree with the collection anywhere in its paths, or with Variables of nnx that have its name. All
+        other leaves are returned as they are.
       params: the tree of the old values, with the structure of the gradients.
       axis: the mesh axis of the workers, or several; `None`: a single worker.
       examples: this worker's number of examples; one with 0 is left out, and with none at all the values stay.
@@ -57,7 +58,7 @@ def agree_on_maximum(
     References:
       Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, 2022.
     """
-    found, structure = jax.tree_util.tree_flatten_with_path(gradients)
+    found, structure = leaves_with_collections(gradients), jax.tree.structure(gradients)
     if jax.tree.structure(params) != structure:
         raise ValueError(f"gradients have the structure {structure}, and params {jax.tree.structure(params)}")
     old, leaves = jax.tree.leaves(params), [leaf for _, leaf in found]

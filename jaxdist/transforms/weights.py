@@ -4,6 +4,7 @@ Every transformation reads them here. A weight is one number in float32, or `[le
 gradient; a weight of 0 leaves the gradient out, whatever it holds.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import DTypeLike
 
 from .._core.compat import varying_axes
-from .._core.dtypes import working_dtype
+from .._core.dtypes import factor_dtype, widen
 from .._core.trees import tree_where
 from .._core.types import Array, Bool, Float, PyTree, State, Updates
 from ..comm.base import Comm
@@ -79,8 +81,8 @@ def number_per_leaf(params: PyTree) -> PerWorker:
     return PerWorker(jnp.zeros(len(order), jnp.float32), resize="mean", order=order)
 
 
-def as_number(name: str, number: Any) -> Float[Array, ""]:
-    """Returns a number of examples of this worker in float32.
+def as_number(name: str, number: Any, kept: DTypeLike = jnp.float32) -> Float[Array, ""]:
+    """Returns a number of examples of this worker in the dtype `kept`.
 
     Raises:
       ValueError: it has a shape, or is a Python or NumPy number that is negative or not finite.
@@ -100,7 +102,7 @@ def as_number(name: str, number: Any) -> Float[Array, ""]:
             f"{name} must be one number, that of this worker, got shape {jnp.shape(number)}: a step sees one worker; "
             f"sum over its batch, or take the only entry, {name}[0]"
         )
-    return jnp.asarray(number).astype(jnp.float32)
+    return jnp.asarray(number).astype(kept)
 
 
 def as_flag(active: Any) -> Bool[Array, ""]:
@@ -121,6 +123,11 @@ def as_flag(active: Any) -> Bool[Array, ""]:
         raise ValueError(f"active must be one boolean, that of this worker, got shape {jnp.shape(active)}")
     flag = jnp.asarray(active)
     return flag if jnp.issubdtype(flag.dtype, jnp.bool_) else flag > 0
+
+
+def widen_weight(weight: Array, tree: PyTree) -> Array:
+    """Returns a weight in float64 if the tree has leaves in it: a quotient in float32 would round their mean."""
+    return weight.astype(factor_dtype(tree))
 
 
 def weight_of(examples: Array, comm: Comm) -> tuple[Array, Array]:
@@ -156,14 +163,20 @@ def scale_leaves(tree: Updates, factor: Array) -> Updates:
 
     # In float32, where a product of half-precision numbers would overflow.
     def scale_leaf(x, factor):
-        return jnp.where(factor == 0, 0, x.astype(working_dtype(x.dtype)) * factor).astype(x.dtype)
+        wide = widen(x)
+        return jnp.where(factor == 0, 0, wide * factor.astype(wide.dtype)).astype(x.dtype)
 
     return _map_leaves(scale_leaf, tree, factor)
 
 
 def divide_leaves(tree: Updates, number: Array) -> Updates:
-    """Divides by `number`, one or `[leaves]`; by 1 where it is 0."""
-    return _map_leaves(lambda x, number: x / jnp.where(number > 0, number, 1), tree, number)
+    """Divides by `number`, one or `[leaves]`; by 1 where it is 0. Quotients are in float32 or better."""
+
+    def divide_leaf(x, number):
+        wide = widen(x)
+        return wide / jnp.where(number > 0, number, 1).astype(wide.dtype)
+
+    return _map_leaves(divide_leaf, tree, number)
 
 
 def zero_unless(used: Array, tree: Updates) -> Updates:
@@ -228,7 +241,7 @@ def keep_unsent(used: Array, new: State, old: State, updates: Updates) -> State:
 
     def keep_leaves(after: Any, before: Any) -> Any:
         pairs = zip(split(after) or [], split(before) or [], strict=True)
-        kept = [None if x is None else jnp.where(used[i], x, y) for i, (x, y) in enumerate(pairs)]
+        kept = [None if x is None else tree_where(used[i], x, y) for i, (x, y) in enumerate(pairs)]
         return jax.tree.structure(updates).unflatten(kept)
 
     return jax.tree.map(keep_node, new, old, is_leaf=lambda node: is_mark(node) or is_by_leaf(node))
@@ -241,4 +254,14 @@ def _leaves_of(like: Any, shapes: list[tuple[int, ...]], node: Any) -> list[Any]
     except (ValueError, TypeError):
         return None
     known = [(x, shape) for x, shape in zip(found, shapes, strict=True) if x is not None]
-    return found if known and all(getattr(x, "shape", None) == shape for x, shape in known) else None
+    return found if known and all(_is_like(x, shape) for x, shape in known) else None
+
+
+def _is_like(x: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a part of a state has the entries of a leaf of this shape, or of all of its shards over other axes."""
+    if not isinstance(x, PerWorker):
+        return getattr(x, "shape", None) == shape
+    inside = x.value
+    while isinstance(inside, PerWorker):
+        inside = inside.value
+    return isinstance(inside, jax.Array) and inside.size == math.prod(shape)

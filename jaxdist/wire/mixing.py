@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import comm as comms
-from .._core.dtypes import widen, working_dtype
+from .._core.dtypes import widen, widest_float, working_dtype
 from .._core.types import Array, Int, PyTree
 from ..comm.base import Comm
 from ..topology.base import Round, Topology
@@ -71,7 +71,7 @@ def weight_of(comm: Comm, weights: Sequence[float]) -> Array | float:
     """The weight of this worker; a static number if all are equal."""
     if len(set(weights)) == 1:
         return weights[0]
-    return jnp.asarray(np.array(weights, np.float32))[comm.index]
+    return jnp.asarray(np.array(weights), widest_float())[comm.index]
 
 
 def multiply_in_dtype(x: Array, weight: Array | float) -> Array:

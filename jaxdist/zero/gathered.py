@@ -10,7 +10,7 @@ from jax import lax
 
 from .._core.checks import check_range
 from .._core.hashing import cheap_hash
-from .._core.trees import fold_keys, is_overwritten
+from .._core.trees import fold_keys, is_overwritten, map_with_collections
 from .._core.types import Array, AxisNames, Like, PRNGKeyArray, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
@@ -48,7 +48,7 @@ def shard(params: PyTree, *, smallest: int = 100_000, axis: AxisNames = None) ->
         stays = is_mark(x) or is_overwritten(path) or x.size < smallest
         return x if stays else Sharded(x, axis=axis, multiple=MULTIPLE)
 
-    return jax.tree_util.tree_map_with_path(mark_leaf, params, is_leaf=is_mark)
+    return map_with_collections(mark_leaf, params, is_leaf=is_mark)
 
 
 def gathered(

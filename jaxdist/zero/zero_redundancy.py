@@ -27,7 +27,7 @@ from ..transforms.averaged import average_arguments
 from ..transforms.extra_args import with_extra_args
 from ..transforms.in_plain_jit import with_own_map
 from ..transforms.local_gradients import check_leaves, check_local, check_shapes, refuse_model_axes
-from ..transforms.weights import scale_leaves, weight_of, weight_of_leaves, zero_unless
+from ..transforms.weights import scale_leaves, weight_of, weight_of_leaves, widen_weight, zero_unless
 from ..wire.buffers import MULTIPLE
 from ..wire.shards import shard_of
 from .checks import check_inner, check_means, check_replicated, check_sharding
@@ -337,7 +337,7 @@ class _ReduceScatter(NamedTuple):
         check_local(updates, self.axis, reduced=ALREADY_REDUCED)
         if weight is not None:
             check_use(Use.EXAMPLES, self.form)
-            weight, used = weight_of(weight, comm)
+            weight, used = weight_of(widen_weight(weight, updates), comm)
             updates = scale_leaves(updates, weight)
         # Without any example the mean is zero, and the reducer's state remains.
         means, new = reduce_buckets(self.form, updates, state, buckets_of(params, self.stage), comm, extras)

@@ -89,3 +89,13 @@ def test_numpy_models_count_the_bytes_that_jax_stores():
 
     expected = count(np.zeros(1000, np.float32), False)
     assert [count(np.zeros(1000), timing_only) for timing_only in (False, True)] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    "leaf", [np.arange(3, dtype=np.int32), jnp.array(True), jax.random.key(0)], ids=["int", "bool", "key"]
+)
+@pytest.mark.parametrize("timing_only", [False, True])
+def test_a_leaf_without_a_gradient_is_named(leaf, timing_only):
+    work = replay.Task({"kept": leaf, "w": jnp.ones(())}, lambda x, batch: x["w"] ** 2, lambda *job: None)
+    with pytest.raises(ValueError, match=rf"the model \['kept'\] has dtype {leaf.dtype} and so no gradient"):
+        replay.run(rules.bsp(FULL), work, workers=2, steps=1, timing_only=timing_only)

@@ -143,3 +143,32 @@ def test_codes_stay_with_their_scales_and_statistics_are_maxima(tmp_path):
     for found in (one, jax.tree.map(lambda x: x[0], two.value), jd.consensus(state)):
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
     jax.tree.map(np.testing.assert_array_equal, two, jd.resize(state, 2))
+
+
+UNEVEN = {
+    "sgp": (jd.topology.digraph(4, [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]), jd.decentralized.sgp()),
+    "osgp": (jd.topology.one_peer_exponential(4), jd.decentralized.osgp()),
+    "relay_sgd": (jd.topology.path(4), jd.decentralized.relay_sgd()),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_other_workers_are_warned_of_models_that_do_not_count_alike(name, tmp_path):
+    """Their mean over workers is another model; as the page says, the method begins anew from `mean_params`."""
+    graph, method = UNEVEN[name]
+    tx = jd.gossip(optax.sgd(0.1), graph, method=method)
+
+    def begin(workers):
+        start = jnp.zeros(3)
+        return jd.place({"params": jd.PerWorker(start), "opt": tx.init(start)}, workers)
+
+    four = begin(4)
+    checkpoint.save(tmp_path, four, 1)
+    cure = r"leaf `opt\.method\.\w+.*` is for 4 workers .* 2 workers .* take decentralized\.mean_params\(params"
+    for change in (lambda: jd.resize(four, 2), lambda: checkpoint.restore(tmp_path, begin(2))):
+        with pytest.warns(UserWarning, match=cure):
+            assert change()["params"].value.shape == (2, 3)
+    # Without a change there is no warning.
+    restored = checkpoint.restore(tmp_path, begin(4))
+    assert jd.decentralized.mean_params(restored["params"], restored["opt"]).tolist() == [0.0] * 3
+    assert jd.resize(four, 4)["params"].value.shape == (4, 3)

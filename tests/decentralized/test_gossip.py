@@ -124,22 +124,39 @@ def test_sparse_mixing_needs_entries_as_they_are():
             jd.decentralized.saps_psgd(code)
 
 
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("name", EQUATIONS)
-def test_twenty_steps_equal_the_paper(name):
+def check_against_the_paper(name, *, atol, **options_of_run):
     method, graph, expect, options = EQUATIONS[name]
     a, b = quadratics(graph.workers)
     # Methods whose workers remember each other start from one model.
     equal = name in ("dcd_psgd", "dcd_psgd, as BAGUA", "ecd_psgd")
     start = np.random.default_rng(1).normal(size=(1 if equal else graph.workers, 6)) * np.ones((graph.workers, 1))
     tx = jd.gossip(optax.sgd(RATE), graph, method=method)
-    found, state = run(tx, a, b, start, known=start[0] if equal else None)
+    found, state = run(tx, a, b, start, known=start[0] if equal else None, **options_of_run)
     if "known" in options:
         options = {**options, "known": np.zeros_like(start)}
     expected = expect(gradient(a, b), start, matrices(graph, 20), RATE, **options)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
     assert np.abs(expected[0] - expected[-1]).max() > 0.1
     assert state.count.tolist() == [20] * graph.workers
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_twenty_steps_equal_the_paper(name):
+    check_against_the_paper(name, atol=3e-5)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_twenty_steps_in_float64_round_nothing_to_float32(name):
+    with jax.enable_x64(True):
+        check_against_the_paper(name, atol=1e-13, dtype=np.float64)
+
+
+def test_the_distance_of_models_that_differ_less_than_float32_resolves():
+    with jax.enable_x64(True):
+        models = jnp.array([[1 - 1e-9], [1 + 1e-9]])
+        assert float(jd.decentralized.consensus_distance(jd.PerWorker(models))) == pytest.approx(1e-9, rel=1e-6)
 
 
 @pytest.mark.parametrize("graph", [graphs.path(4), graphs.binary_tree(6), graphs.star(4)], ids=lambda g: g.name)

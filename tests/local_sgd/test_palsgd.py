@@ -176,3 +176,13 @@ def test_what_is_missing_is_named():
         tx.update(x, tx.init(x), x, anchor=x)
     with pytest.raises(ValueError, match=r"probability must be in \[0, 1\), got 1"):
         random_pull(optax.sgd(0.1), probability=1, pull=0.5)
+
+
+def test_a_pull_of_float64_is_not_rounded_to_float32():
+    with jax.enable_x64(True):
+        tx, x, seen = random_pull(optax.sgd(0.0), probability=0.5, pull=0.3, axis=None), jnp.ones(()), set()
+        state = tx.init(x)
+        for _ in range(12):
+            update, state = tx.update(x, state, x, anchor=jnp.zeros(()), learning_rate=0.1)
+            seen.add(float(update))
+    np.testing.assert_allclose(sorted(seen), [-0.06, 0], rtol=1e-15)

@@ -14,7 +14,7 @@ def quadratics(workers, n=6, seed=0):
     return rng.uniform(0.5, 2, (workers, n)), rng.normal(size=(workers, n))
 
 
-def run(tx, a, b, start, *, steps=20, known=None, noise=None, every=True, **extras):
+def run(tx, a, b, start, *, steps=20, known=None, noise=None, every=True, dtype=np.float32, **extras):
     """Parameters `[steps, W, n]` (the last ones with `every=False`) and the last state `[W, ...]`.
 
     `start [W, n]`; the state is initialized with `known [n]`, zeros if it is left out. `noise [steps, W, n]` is added
@@ -22,7 +22,7 @@ def run(tx, a, b, start, *, steps=20, known=None, noise=None, every=True, **extr
     """
     noise = np.zeros((steps, 1, 1)) if noise is None else noise
     noise = np.broadcast_to(noise, (steps, *start.shape))
-    a, b, start, noise = (np.asarray(x, np.float32) for x in (a, b, start, noise))
+    a, b, start, noise = (np.asarray(x, dtype) for x in (a, b, start, noise))
     known = np.zeros(start.shape[1:]) if known is None else known
     axes = {name: 1 if np.ndim(value) == 2 else None for name, value in extras.items()}
 
@@ -33,7 +33,7 @@ def run(tx, a, b, start, *, steps=20, known=None, noise=None, every=True, **extr
             params = optax.apply_updates(params, updates)
             return (params, opt_state), params if every else None
 
-        state, params = jax.lax.scan(step, (start, tx.init(jnp.asarray(known, jnp.float32))), (noise, extras))
+        state, params = jax.lax.scan(step, (start, tx.init(jnp.asarray(known, dtype))), (noise, extras))
         return params if every else state[0], state[1]
 
     mapped = jax.vmap(worker, in_axes=(0, 0, 0, 1, axes), out_axes=(1 if every else 0, 0), axis_name="data")

@@ -218,6 +218,26 @@ def test_another_number_of_workers_applies_the_same_update():
     assert_close(two.params, four.params, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_weights_of_a_pending_gradient_count_on_other_workers(dtype):
+    """Its mean is over the examples that it came from; a product with their number may exceed the range of float16."""
+    tx = late(jd.exact(), optax.sgd(1.0))
+
+    def step(state, data):
+        gradient = data["gradient"][0].astype(dtype)
+        updates, opt = tx.update(gradient, state.opt, state.params, examples=data["examples"][0])
+        return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+    start = jnp.zeros((), dtype)
+    state = jd.place(TrainState(start, tx.init(start)), 4)
+    gradients, examples = jnp.array([100.0, 200.0, 300.0, jnp.nan]), jnp.array([1024, 512, 256, 0])
+    state, _ = jd.simulate(step, 4)(state, {"gradient": gradients, "examples": examples})
+    for workers in (4, 2, 1, 8):
+        last = {"gradient": jnp.zeros(workers), "examples": jnp.ones(workers)}
+        done, _ = jd.simulate(step, workers)(jd.resize(state, workers), last)
+        assert float(done.params) == pytest.approx(-(400 + 400 + 300) / 7, rel=1e-6 if dtype == "float32" else 1e-3)
+
+
 def test_a_checkpoint_between_a_gradient_and_its_update(mesh, tmp_path):
     tx = late(SIGNS)
     run = jd.distribute(make_step(tx), mesh, donate=False)

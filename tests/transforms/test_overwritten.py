@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.linen import fp8_ops
 from jax import lax
 
 import jaxdist as jd
@@ -150,6 +153,35 @@ def test_statistics_of_a_part_without_weight_are_left_out(counts, expected):
     batch = {"x": jnp.array([1.0, 2.0, 3.0, 9.0]), "count": jnp.repeat(jnp.array(counts), 2)}
     gradient = jd.local_value_and_grad(loss, micro_batches=2, weights=lambda part: part["count"].sum(), axis=None)
     assert gradient(params, batch)[1][VALUES] == expected
+
+
+def test_layers_of_linen_in_nnx_keep_them_as_variables():
+    """Whose class has the name of the collection, and whose paths have not."""
+    layer = nnx.bridge.ToNNX(nn.Dense(2, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp), rngs=nnx.Rngs(0))
+    nnx.bridge.lazy_init(layer, jnp.ones((1, 1)))
+    structure, params, rest = nnx.split(layer, lambda path, value: not isinstance(value, nnx.RngState), ...)
+
+    def loss(params, x):
+        return jnp.mean((nnx.merge(structure, params, rest)(x, rngs={}) - 1) ** 2)
+
+    def step(params, batch):
+        _, gradients = jd.local_value_and_grad(loss, micro_batches=2)(params, batch)
+        gradients = agree_on_maximum(gradients, params)
+        # Equal on all workers, as a metric must be.
+        return params, gradients["Fp8DirectDotGeneralOp_0"]
+
+    _, agreed = jd.simulate(step, WORKERS)(params, ROWS)
+    assert max(float(x.max()) for x in jax.tree.leaves(agreed["input_amax_history"])) == 16.0
+    for refused in (jd.all_reduce(jd.exact()), jd.zero_redundancy(optax.sgd(0.1))):
+        with pytest.raises(ValueError, match=r"input_amax_history.* is in the collection .*agree_on_maximum"):
+            refused.init(params)
+    assert not any(isinstance(x, jd.Sharded) for x in statistics(jd.zero.shard(params, smallest=0)))
+    own = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), jax.tree.map(jnp.ones_like, params))
+    assert all(float(x.max()) == 3 for x in statistics(jd.consensus(jd.PerWorker(own, axis="data"))))
+
+
+def statistics(params):
+    return jax.tree.leaves(params["Fp8DirectDotGeneralOp_0"], is_leaf=lambda x: isinstance(x, jd.Sharded))
 
 
 @pytest.mark.parametrize("examples", [None, 0, 5])

@@ -362,3 +362,69 @@ def test_accumulate_sums_the_numbers_of_each_leaf(engine):
             assert not np.asarray(state[0]["b"]).any()
         for name in "ab":
             np.testing.assert_allclose(state[0][name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "specs", [{"b": jax.P(), "w": jax.P("model")}, {"b": jax.P("model"), "w": jax.P(None, "model")}]
+)
+def test_numbers_of_leaves_keep_the_residuals_of_shards(specs):
+    """Of leaves that no worker used, also where the compiler shards them."""
+    shapes, counts = {"b": (4,), "w": (3, 4) if len(specs["w"]) > 1 else (4, 3)}, np.array([[1, 0], [2, 0]], np.float32)
+    rng = np.random.default_rng(0)
+    data = [{name: rng.standard_normal((2, *s)).astype(np.float32) for name, s in shapes.items()} for _ in range(3)]
+    reducer = jd.error_feedback(jd.compressed(jd.compressors.cast(jnp.float16)))
+
+    def last_state(mesh, **options):
+        tx = jd.all_reduce(reducer, **options)
+        start = {name: jnp.zeros(s) for name, s in shapes.items()}
+
+        def step(state, batch):
+            gradient, numbers = jax.tree.map(lambda x: x[0], batch)
+            updates, opt = tx.update(gradient, state.opt, examples={"b": numbers[0], "w": numbers[1]})
+            return State(optax.apply_updates(state.params, updates), opt), {}
+
+        state = jd.init_state(lambda: State(start, tx.init(start)), mesh)
+        run = jd.distribute(step, mesh)
+        for number, gradient in enumerate(data):
+            state, _ = run(state, (gradient, np.ones_like(counts) if number != 1 else counts))
+        return state.params
+
+    expected = last_state(jd.make_mesh({"data": 2}, devices=jax.devices()[:2]))
+    found = last_state(jd.make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4]), specs=specs)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# ---- in float64
+
+
+WEIGHTED = {
+    "exact": (1, lambda: optax.chain(jd.all_reduce(jd.exact()), optax.sgd(1.0))),
+    "codes": (
+        1,
+        lambda: optax.chain(jd.all_reduce(jd.compressed(jd.compressors.identity())), optax.sgd(1.0)),
+    ),
+    "late": (2, lambda: optax.chain(jd.all_reduce(jd.exact(), delay=1), optax.sgd(1.0))),
+    "zero_redundancy": (1, lambda: jd.zero_redundancy(optax.sgd(1.0))),
+    "accumulate": (2, lambda: jd.accumulate(optax.chain(jd.all_reduce(jd.exact()), optax.sgd(1.0)), 2)),
+    "anytime_minibatch": (1, lambda: jd.online.anytime_minibatch(jd.online.euclidean(), 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_do_not_round_float64_to_float32(name):
+    """The mean of 1, 2 and 4 examples is no number of float32, and its inverse neither."""
+    steps, make = WEIGHTED[name]
+    gradient, counts = np.random.default_rng(0).standard_normal((3, 5)), np.array([1.0, 2.0, 4.0])
+    with jax.enable_x64(True):
+        tx, start = optax.with_extra_args_support(make()), jnp.zeros(5)
+
+        def step(state, batch):
+            updates, opt = tx.update(batch[0][0], state.opt, state.params, examples=batch[1][0])
+            return State(optax.apply_updates(state.params, updates), opt), {}
+
+        state = jd.init_state(lambda: State(start, tx.init(start)), 3)
+        run = jd.simulate(step, 3)
+        for _ in range(steps):
+            state, _ = run(state, (gradient, counts))
+    np.testing.assert_allclose(-state.params, counts @ gradient / 7, rtol=1e-14)

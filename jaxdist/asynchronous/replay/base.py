@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 
 from ..._core.checks import check_range
 from ..._core.types import Array, Number, PyTree
+from ...state.marks import name_leaf
 from ..errors import NonFiniteGradientError
 from ..values import Lazy, Spec, force, spec_of
 
@@ -56,6 +57,7 @@ def _all_finite(tree: PyTree) -> Array:
 def gradient_function(task: Task, seed: int) -> Callable[[Any, int, int], Any]:
     """Makes `gradient(params, worker, job)`: lazy, or shapes if `params` are; raises if the result is not finite."""
     gradient, shapes = _check_gradient(task.loss), spec_of(task.params)
+    _check_differentiable(shapes.tree)
 
     @no_type_check
     def compute(params: Any, worker: int, job: int) -> Any:
@@ -75,6 +77,15 @@ def gradient_function(task: Task, seed: int) -> Callable[[Any, int, int], Any]:
         return Lazy(lambda: compute(*recipe), shapes, recipe)
 
     return defer
+
+
+def _check_differentiable(params: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"{name_leaf('the model', path)} has dtype {leaf.dtype} and so no gradient: keep counters, tables and "
+                "random keys out of Task.params, in the loss or in what Task.batch returns"
+            )
 
 
 class Trace(NamedTuple):

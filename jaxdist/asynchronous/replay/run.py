@@ -79,6 +79,9 @@ def simulator(
       events_per_tick: the largest number of events at one tick; default: 1000 per worker and server.
       record_events: record the list of all events.
 
+    Raises:
+      ValueError: an argument is out of its range, or a leaf of the model has no gradient.
+
     Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import replay, rules

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from ..._core.dtypes import explain_dtype
-from ..._core.trees import is_overwritten, leaf_name
+from ..._core.trees import is_overwritten, leaf_name, leaves_with_collections
 from ..._core.types import PyTree, State
 from ...state.marks import NO_PARAMETER, LeafOrder, is_mark, name_leaf, parameter_indices
 from ...transforms.overwritten import explain_overwritten
@@ -77,7 +77,7 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
     leaves, shapes, tree = strip_marks(params)
     if master_dtype is not None and not jnp.issubdtype(master_dtype, jnp.floating):
         raise ValueError(f"master_dtype must be floating, got {jnp.dtype(master_dtype)}")
-    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_mark)
+    paths = leaves_with_collections(params, is_mark)
     for (path, _), leaf in zip(paths, leaves, strict=True):
         name = name_leaf("the parameter", path)
         if is_overwritten(path):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ...._core.checks import check_range
-from ...._core.dtypes import working_dtype
+from ...._core.dtypes import widest_float, working_dtype
 from ...._core.types import Number, PyTree
 from ...protocol import Rule
 from ..base import apply_gradient
@@ -80,7 +80,7 @@ class _StepOrPull(NamedTuple):
         pulls = jax.random.bernoulli(key, self.probability)
         rate = self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate
         # x -= (γ η / p) (x - a)
-        strength = jnp.asarray(rate, jnp.float32) * (self.pull / self.probability)
+        strength = jnp.asarray(rate, widest_float()) * (self.pull / self.probability)
         stepped, new_opt_state = apply_gradient(optimizer, params, opt_state, gradient)
 
         def move_leaf(x: Any, y: Any, a: Any) -> Any:
