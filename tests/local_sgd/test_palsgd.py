@@ -144,7 +144,7 @@ def test_attention_with_several_heads_is_no_head(name, hidden):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["palsgd", pytest.param("muloco", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["palsgd", "muloco"])
 def test_simulation_equals_the_mesh(name):
     """Keys and counts of each worker, and states of some leaves only, are placed as any other."""
     if name == "palsgd":

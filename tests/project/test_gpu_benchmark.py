@@ -13,7 +13,9 @@ OTHERS = {"torch", "torchao", "bitsandbytes"}
 
 
 def measure(folder, *only):
-    command = [sys.executable, str(SCRIPT), "--smallest", "--out", str(folder), *(["--only", *only] if only else [])]
+    # The limit is that of a lease: a busy machine takes longer than its nine minutes.
+    command = [sys.executable, str(SCRIPT), "--smallest", "--minutes", "60", "--out", str(folder)]
+    command += ["--only", *only] if only else []
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -78,7 +78,7 @@ def weighted(tx, counts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["simulate", pytest.param("mesh", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["simulate", "mesh"])
 def test_examples_weigh_pods_that_share_a_model_of_shards(place, pods):
     """Stage 3 inside of DiLoCo: chips have shards of a model, and their pods other numbers of examples."""
     counts, found = [1.0, 3.0], []
