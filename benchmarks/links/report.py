@@ -27,6 +27,7 @@ LABELS = {
     ("jaxdist", "two_shot"): "jaxdist `two_shot(qsgd(4))`",
     ("jaxdist", "top_k"): "jaxdist `error_feedback(compressed(top_k(0.01)))`",
     ("jaxdist", "sign"): "jaxdist `error_feedback(compressed(scaled_sign()))`",
+    ("jaxdist", "two_shot_sign"): "jaxdist `error_feedback(two_shot(scaled_sign()))`",
     ("jaxdist", "allreduce"): "`bagua.gradient_allreduce`",
     ("jaxdist", "bytegrad"): "`bagua.bytegrad`",
     ("jaxdist", "qadam"): "`bagua.qadam`, 8 bits",

@@ -439,3 +439,11 @@ def test_times_by_warps_in_the_report_are_those_of_its_run():
 def spell_like(text: str, number: float) -> str:
     """A number with as many decimals as another one has."""
     return f"{number:.{len(text.partition('.')[2])}f}"
+
+
+def test_each_mode_of_the_links_has_a_label():
+    """The report is written after all modes have been measured."""
+    step, report = ((REPOSITORY / "benchmarks/links" / name).read_text() for name in ("jaxdist_step.py", "report.py"))
+    modes = re.findall(r'^    "(\w+)": lambda', step, re.MULTILINE)
+    assert len(modes) > 10
+    assert set(modes) <= set(re.findall(r'^    \("jaxdist", "(\w+)"\):', report, re.MULTILINE))
