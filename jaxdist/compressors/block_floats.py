@@ -12,7 +12,7 @@ from .._core.types import Array, Float, Int, Like, Shape, UInt
 from .._core.xla_quirks import largest_magnitude
 from .blocks import BlockPayload, normal_scales
 from .compressor import Compressor
-from .one_pass import in_one_pass, in_parts
+from .one_pass import in_blocks
 from .packing import pack, unpack
 from .random import KeyOrStream
 from .rounding import (
@@ -176,4 +176,4 @@ def _floats(form: Minifloat, block: int, rounding: Rounding, scaling: Scaling) -
     def error(shape: Shape) -> float:
         return largest_error(scaling.grid, scaling.lowest, min(block, math.prod(shape)), rounding)
 
-    return with_error(Compressor(in_parts(in_one_pass(compress, block), block, form.bits), decompress), error, rounding)
+    return with_error(Compressor(in_blocks(compress, block, form.bits), decompress), error, rounding)

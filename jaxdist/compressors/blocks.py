@@ -9,7 +9,7 @@ import numpy as np
 from .._core.types import Array, Float, Like, Shape, UInt
 from .._core.xla_quirks import largest_magnitude
 from .compressor import Compressor
-from .one_pass import in_one_pass, in_parts
+from .one_pass import in_blocks
 from .packing import pack, unpack
 from .random import KeyOrStream
 from .rounding import (
@@ -55,7 +55,7 @@ def block_integers(bits: int, block: int, rounding: Rounding) -> Compressor:
     def error(shape: Shape) -> float:
         return largest_error(np.arange(most + 1.0), float(most), min(block, math.prod(shape)), rounding)
 
-    return with_error(Compressor(in_parts(in_one_pass(compress, block), block, bits), decompress), error, rounding)
+    return with_error(Compressor(in_blocks(compress, block, bits), decompress), error, rounding)
 
 
 def normal_scales(largest: Float[Array, "*shape"], most: float | int) -> Float[Array, "*shape"]:

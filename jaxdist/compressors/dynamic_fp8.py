@@ -12,7 +12,7 @@ from .._core.xla_quirks import largest_magnitude
 from .block_floats import BIAS, MANTISSA, Minifloat, decode, encode, from_exponents, magnitudes
 from .blocks import BlockPayload
 from .compressor import Compressor
-from .one_pass import in_one_pass, in_parts
+from .one_pass import in_blocks
 from .random import KeyOrStream
 from .rounding import Rounding, check_block, from_rows, from_unit, largest_error, to_buckets, whole_words, with_error
 
@@ -96,7 +96,7 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
         return largest_error(grid, float(grid[-1]) / 4, min(block, math.prod(shape)), "stochastic")
 
     # A contraction in both cases: rounding at random is not unbiased, since positive entries never become zero.
-    return with_error(Compressor(in_parts(in_one_pass(compress, block), block, 8), decompress), error, "nearest")
+    return with_error(Compressor(in_blocks(compress, block, 8), decompress), error, "nearest")
 
 
 def _exponents(largest: Float[Array, "blocks 1"]) -> Int[Array, "blocks 1"]:

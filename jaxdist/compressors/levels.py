@@ -100,8 +100,8 @@ def with_levels(
         lost = lost * to_buckets(jnp.ones(x.shape), bucket)
         return payload._replace(norms=shrink_norms(payload.norms, ratios, lost, variance(x.shape), factor))
 
-    in_blocks = in_parts(compress, bucket, bits) if noise is uniform_hash else compress
-    return Compressor(in_blocks, decompress, variance=variance, codec=codec, shrink=shrink)
+    coded = in_parts(compress, bucket, bits) if noise is uniform_hash else compress
+    return Compressor(coded, decompress, variance=variance, codec=codec, shrink=shrink)
 
 
 def _table(levels: Array | np.ndarray, most: int, first: float) -> Any:

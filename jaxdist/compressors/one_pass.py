@@ -32,6 +32,12 @@ MANY = 2**16
 WORD = 32
 
 
+def in_blocks(compress: Compress, block: int, bits: int) -> Compress:
+    """Returns `compress` of an array by `in_parts`, and by `in_one_pass` where a kernel can have these codes."""
+    # In a kernel arrays have a power of two of words.
+    return in_parts(compress if bits == 3 else in_one_pass(compress, block), block, bits)
+
+
 def in_parts(compress: Compress, block: int, bits: int) -> Compress:
     """Returns `compress` of an array, computed apart for its whole blocks and for what is left.
 

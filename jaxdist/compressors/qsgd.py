@@ -9,7 +9,7 @@ from .._core.descriptions import with_description
 from .._core.types import Array, Float, Like, Shape, UInt
 from .codecs import LevelCode, levels_codec
 from .compressor import Compressor, Factor
-from .one_pass import Compress, in_one_pass, in_parts
+from .one_pass import in_blocks
 from .packing import pack, unpack
 from .random import KeyOrStream, Noise, uniform_hash
 from .rounding import (
@@ -116,8 +116,6 @@ def qsgd(
         lost = part * (1.0 - part) / levels**2
         return payload._replace(norms=shrink_norms(payload.norms, ratios, lost, variance(x.shape), factor))
 
-    # Parts need noise that can begin anywhere; in a kernel arrays have a power of two of words.
-    in_blocks: Compress = compress
-    if noise is uniform_hash:
-        in_blocks = in_parts(compress if bits == 3 else in_one_pass(compress, bucket), bucket, bits)
-    return Compressor(in_blocks, decompress, variance=variance, codec=codec, shrink=shrink)
+    # Parts need noise that can begin anywhere.
+    coded = in_blocks(compress, bucket, bits) if noise is uniform_hash else compress
+    return Compressor(coded, decompress, variance=variance, codec=codec, shrink=shrink)
