@@ -17,11 +17,10 @@ from ..state.marks import (
     Resize,
     Sharded,
     cutting_marks,
-    find_uneven,
     merging_rules,
     order_of,
     show_orders,
-    warn_uneven,
+    warn_if_uneven,
 )
 from ..state.placement import copy_to_workers, refit
 from ._files import ARRAYS, MANIFEST
@@ -54,7 +53,9 @@ def fill(folder: Path, shown: Path | str, manifest: Manifest, like: State, chang
     other = f"{shown} is a checkpoint of another state"
     unfit |= {name: f"{other}: it also has `{name}`" for name in stored if name not in wanted}
     _check_changed(unfit, wanted, changed)
-    _warn_if_uneven(like, stored, wanted, unfit)
+    # What is unfit stays new.
+    counts = ((name, () if name in unfit else _counts(stored[name], *wanted[name])) for name in wanted)
+    warn_if_uneven(like, counts)
     # Leaves with unchanged shape and marks go straight to their devices; the others by way of host memory.
     in_place, others, found, same = {}, [], {}, {}
     rules = dict(zip(wanted, merging_rules(like), strict=True))
@@ -143,18 +144,9 @@ def _why_unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], s
     return ""
 
 
-def _warn_if_uneven(
-    like: State,
-    stored: Mapping[str, Leaf],
-    wanted: Mapping[str, tuple[tuple[Any, ...], Like]],
-    unfit: Mapping[str, str],
-) -> None:
-    """Warns of another number of workers for the states that `find_uneven` finds, unless they stay new."""
-    for (name, (marks, leaf)), is_uneven in zip(wanted.items(), find_uneven(like), strict=True):
-        if is_uneven and name not in unfit:
-            for before, now, _ in zip(stored[name].shape, leaf.shape, cutting_marks(marks), strict=False):
-                if before != now:
-                    return warn_uneven(name, before, now)
+def _counts(was: Leaf, marks: tuple[Any, ...], leaf: Like) -> Iterator[tuple[int, int]]:
+    """The numbers of workers that a leaf was saved for, and that it is filled for, along each of its cut dimensions."""
+    return ((before, now) for before, now, _ in zip(was.shape, leaf.shape, cutting_marks(marks), strict=False))
 
 
 def _other_packing(name: str, shown: Path | str) -> str:

@@ -7,7 +7,7 @@ import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_type_hints
 
@@ -333,15 +333,25 @@ def find_uneven(tree: PyTree) -> list[bool]:
     )
 
 
-def warn_uneven(name: str, before: int, now: int) -> None:
-    """Warns that such a leaf of a state for some number of workers is changed to another number."""
-    warnings.warn(
-        f"leaf `{name}` is for {before} workers whose models do not count alike in their mean (sgp on a directed "
-        f"graph, osgp, relay_sgd), and {now} workers continue from the plain mean, which is another model: to keep "
-        f"that of gossip, take decentralized.mean_params(params, opt_state) on {before} workers as the parameters, and "
-        "make the state of the method anew with its init",
-        stacklevel=4,
-    )
+def warn_if_uneven(state: PyTree, counts: Iterable[tuple[str, Iterable[tuple[int, int]]]]) -> None:
+    """Warns once if the number of workers changes of a leaf that `find_uneven` finds.
+
+    Args:
+      state: the state.
+      counts: the name of each leaf, and its numbers of workers before and now; those of other leaves are not read.
+    """
+    for (name, changes), is_uneven in zip(counts, find_uneven(state), strict=True):
+        changed = [(before, now) for before, now in changes if before != now] if is_uneven else []
+        if changed:
+            before, now = changed[0]
+            warnings.warn(
+                f"leaf `{name}` is for {before} workers whose models do not count alike in their mean (sgp on a "
+                f"directed graph, osgp, relay_sgd), and {now} workers continue from the plain mean, which is another "
+                f"model: to keep that of gossip, take decentralized.mean_params(params, opt_state) on {before} workers "
+                "as the parameters, and make the state of the method anew with its init",
+                stacklevel=3,
+            )
+            return
 
 
 def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

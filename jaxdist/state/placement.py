@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,13 @@ from .marks import (
     bind,
     check_usable,
     cutting_marks,
-    find_uneven,
     flatten_marks,
     is_mark,
     map_marked,
     merging_rules,
     spec_entry,
     spec_of,
-    warn_uneven,
+    warn_if_uneven,
 )
 from .parameter_specs import join_specs, spec_axes, specs_of_leaves
 
@@ -242,17 +241,16 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     check_usable(state)
     refuse_shared_variables(state)
     state = bind(state, axis)
-    _warn_if_uneven(state, mesh)
+    leaves = flatten_marks(state)
+    warn_if_uneven(state, ((leaf_name(path), _counts(marks, leaf.shape, mesh)) for marks, path, leaf in leaves))
     state = map_marked(resize_leaf, state)
     return _place_tree(state, mesh, axis)
 
 
-def _warn_if_uneven(state: State, mesh: Place) -> None:
-    """Warns of another number of workers for the states that `find_uneven` finds."""
-    for (marks, path, leaf), is_uneven in zip(flatten_marks(state), find_uneven(state), strict=True):
-        for dimension, mark in enumerate(cutting_marks(marks) if is_uneven else ()):
-            if leaf.shape[dimension] != (now := workers(mesh, mark.axis)):
-                return warn_uneven(leaf_name(path), leaf.shape[dimension], now)
+def _counts(marks: Sequence[Any], shape: Shape, mesh: Place) -> Iterator[tuple[int, int]]:
+    """The numbers of workers that a leaf is for, and that a mesh has, along each of its cut dimensions."""
+    for size, mark in zip(shape, cutting_marks(marks), strict=False):
+        yield size, workers(mesh, mark.axis)
 
 
 def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array | np.ndarray:
