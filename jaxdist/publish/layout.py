@@ -10,7 +10,7 @@ import numpy as np
 from .._core.types import PyTree
 from .._stores.base import hash_of
 from .base import PublishDamagedError
-from .words import PublishedLeaf, arrays_of, view_values, view_words
+from .words import PublishedLeaf, view_values, view_words
 
 
 class Box(NamedTuple):
@@ -60,7 +60,7 @@ def lay_out(tree: PyTree, leaves: Sequence[PublishedLeaf], processes: int) -> Sh
     if processes == 1:
         return lay_out_whole(leaves)
     found = []
-    for number, (x, leaf) in enumerate(zip(arrays_of(tree), leaves, strict=True)):
+    for number, (x, leaf) in enumerate(zip(jax.tree.leaves(tree), leaves, strict=True)):
         for box, holders in _find_boxes(number, x, leaf):
             found.append((len(holders) > 1, -leaf._replace(shape=box.shape).size * leaf.bits.itemsize, box, holders))
     parts: list[list[Box]] = [[] for _ in range(processes)]
@@ -85,7 +85,7 @@ def cut(tree: PyTree, leaves: Sequence[PublishedLeaf], layout: ShardLayout, proc
     Raises:
       ValueError: process 0 has nothing of a leaf that is on the devices of one process.
     """
-    arrays = arrays_of(tree)
+    arrays = jax.tree.leaves(tree)
     return [_take_box(arrays[box.leaf], leaves[box.leaf], box, layout, process) for box in layout.parts[process]]
 
 

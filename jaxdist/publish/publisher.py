@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -25,7 +26,7 @@ from .patches import encode_patch
 from .protocol import Publication, PublicationPart
 from .requests import Requests, logger
 from .states import DeviceState, HostState, State
-from .words import PublishedLeaf, arrays_of, check_equal, describe, digest_of, signature_of
+from .words import PublishedLeaf, check_equal, describe, digest_of, signature_of
 
 # Seconds for which process 0 waits for a state that another process has not put yet; then it asks how far that is.
 ASK_AGAIN = 5.0
@@ -73,7 +74,8 @@ def open(
       ValueError: an argument is out of range.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax
+    import jax.numpy as jnp, jaxdist as jd
       >>> store = jd.islands.memory()
       >>> with jd.publish.open(store, dtype=jnp.bfloat16) as out:
       ...     out.put({"w": jnp.arange(3.0)}, step=10)
@@ -244,7 +246,7 @@ class Publisher:
         self._leaves = leaves
 
     def _lay_out(self, params: PyTree, leaves: list[PublishedLeaf]) -> ShardLayout:
-        shardings = [getattr(x, "sharding", None) for x in arrays_of(params)]
+        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
         if not self._layout.parts or shardings != self._shardings:
             self._layout, self._shardings = lay_out(params, leaves, self._group.size), shardings
         return self._layout

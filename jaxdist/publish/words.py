@@ -64,11 +64,6 @@ def signature_of(tree: PyTree) -> tuple[Any, list[tuple[Any, Any]]]:
     return structure, [(getattr(x, "shape", None), getattr(x, "dtype", type(x))) for x in arrays]
 
 
-def arrays_of(tree: PyTree) -> list[Any]:
-    """The leaves of a tree, in the order of `describe`."""
-    return jax.tree.leaves(tree)
-
-
 def copy_to_host(arrays: Sequence[Any], leaves: Sequence[PublishedLeaf]) -> list[np.ndarray]:
     """Copies arrays, or words, to host memory; later changes of their buffers do not reach the copy."""
     pairs = list(zip(arrays, leaves))
@@ -120,7 +115,7 @@ def place(values: Iterable[np.ndarray], like: PyTree) -> PyTree:
 
     `may_alias=False` copies no arrays of NumPy (https://github.com/jax-ml/jax/issues/37830).
     """
-    wanted = [getattr(x, "sharding", None) for x in arrays_of(like)]
+    wanted = [getattr(x, "sharding", None) for x in jax.tree.leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), [_place_leaf(x, own) for x, own in zip(values, wanted)])
 
 

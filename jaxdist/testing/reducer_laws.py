@@ -174,9 +174,10 @@ def _check_not_finite(reducer: Reducer, group: _Group, like: PyTree) -> None:
     for dimensions, i in found.items():
         shape = (ENTRIES,) if dimensions == 1 else (100, ENTRIES // 100)
         kept[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
-    leaves, structure = jax.tree.flatten(structure.unflatten(kept))
-    run_on = _make_runner(reducer, group, structure.unflatten(leaves))
-    clean = _gaussian(structure.unflatten(leaves), group.count, jax.random.key(0))
+    like = structure.unflatten(kept)
+    leaves, structure = jax.tree.flatten(like)
+    run_on = _make_runner(reducer, group, like)
+    clean = _gaussian(like, group.count, jax.random.key(0))
     for value in NOT_FINITE:
         for i, leaf in enumerate(leaves):
             batch = jax.tree.leaves(clean)
