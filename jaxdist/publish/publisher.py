@@ -74,8 +74,7 @@ def open(
       ValueError: an argument is out of range.
 
     Examples:
-      >>> import jax
-    import jax.numpy as jnp, jaxdist as jd
+      >>> import jax.numpy as jnp, jaxdist as jd
       >>> store = jd.islands.memory()
       >>> with jd.publish.open(store, dtype=jnp.bfloat16) as out:
       ...     out.put({"w": jnp.arange(3.0)}, step=10)
