@@ -904,9 +904,8 @@ class Island:
             local, params = own[fragment]
             if is_here and not is_sent:
                 self._keeps_progress = True
+                # Equal digests are equal bits: `a - (a - p)` would round `p`.
                 part.params = strengthen(params)
-                if part.local.anchor is not local.anchor:
-                    part.params = rebase(part.local.anchor, params, measure_drift(local.anchor, params))
             else:
                 part.params = rebase(part.local.anchor, params, zeros_like(part.local.anchor))
                 part.local = self._with_fresh_reducer(part.local, local.reducer[0], fragment)
