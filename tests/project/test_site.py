@@ -53,7 +53,7 @@ def site(tmp_path_factory) -> Path:
     """The site, built once and strictly, with the links to its repository that it is published with."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    settings = {"NO_MKDOCS_2_WARNING": "1", "JAXDIST_REPOSITORY": GITHUB}
+    settings = {"NO_MKDOCS_2_WARNING": "1", "JAXDIST_REPOSITORY": GITHUB, "PYTHONPATH": str(REPOSITORY / "docs")}
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=900, env=os.environ | settings)
     return folder
 
