@@ -237,7 +237,7 @@ def table(rows: list[Row], target: float) -> str:
         cells = [LABELS[row.system, row.mode], f"{1e3 * row.step:,.0f}"]
         cells += [f"{1e3 * row.slowest:,.0f}", spell(1e3 * row.predicted)]
         cells += [f"{100 * (row.predicted / row.step - 1):+.0f} %" if predicted else "", f"{row.megabytes:.2f}"]
-        cells += [f"{row.rate:g}" if math.isfinite(row.rate) else "", spell(row.steps), spell(row.seconds, ",.1f")]
+        cells += [f"{row.rate:g}" if math.isfinite(row.rate) else "", spell(row.steps), spell(row.seconds, ",.2f")]
         spread = [spell(row.step * steps, ",.1f") for steps in row.spread]
         cells += ["-".join(spread) if row.seeds > 1 else "", spell(row.run, ",.1f")]
         lines.append("| " + " | ".join(cells) + " |")

@@ -106,6 +106,23 @@ def _check_examples(local: LocalStepsState) -> None:
         )
 
 
+def _rounds_of(local: LocalStepsState) -> int:
+    """How many rounds the state counts, of which meetings alone may end any."""
+    return int(to_host(local.rounds)[0])
+
+
+def _check_rounds(local: LocalStepsState, before: int) -> None:
+    """Checks that the steps have ended no round, of this island alone: its progress would be in none of the run's."""
+    ended = _rounds_of(local) - before
+    if ended > 0:
+        raise ValueError(
+            f"the steps since the last meeting have ended rounds by themselves ({ended}), without the other islands: "
+            "no round of the run would have this progress. Pass sync=() to the update, tx.update(gradients, opt_state, "
+            "params, sync=()); where others call it, as TrainState.apply_gradients of flax does, give them "
+            "optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, sync=()))"
+        )
+
+
 class Island:
     """One training job of a run. Made by `join`."""
 
@@ -130,6 +147,8 @@ class Island:
         self._last_weight = 1.0
         # Examples of what is ahead of the global parameters of each fragment, as the last meeting left them.
         self._examples_before: list[float] = []
+        # The rounds of each fragment that the state counted then.
+        self._rounds_before: list[int] = []
         # The rounds in which this process has said that it is here.
         self._said_here: set[int] = set()
         # Whether the rounds before the kept parameters are gone, which this island has to take.
@@ -260,7 +279,9 @@ class Island:
     def _with_model(self, state: PyTree, local: LocalStepsState, params: PyTree) -> PyTree:
         """The state with another model, of whose steps the next meeting knows what they had counted before it."""
         assert self._division is not None
-        self._examples_before = [_examples_of(part) for part in self._division.split_locals(local)]
+        parts = self._division.split_locals(local)
+        self._examples_before = [_examples_of(part) for part in parts]
+        self._rounds_before = [_rounds_of(part) for part in parts]
         return replace_model(state, local, params)
 
     def meet(self, state: PyTree, *, examples: float | int | None = None) -> tuple[PyTree, Report]:
@@ -282,7 +303,7 @@ class Island:
 
         Raises:
           ValueError: `examples` is negative or not finite; the steps passed a tree of numbers, and a drift has one
-            weight; or this island has not entered.
+            weight, or ended rounds by themselves, without `sync=()`; or this island has not entered.
           NameTakenError: a newer process has this name.
           AnchorDiffersError: the global parameters differ from those of the run again and again.
           TooFewIslandsError: fewer than `quorum` islands for `patience` seconds.
@@ -362,7 +383,8 @@ class Island:
         store.deadline = started + self._options.round_timeout
         assert self._division is not None
         model, problem = self._division.split(*find_model(state)), None
-        for part, before in zip(model, self._examples_before, strict=True):
+        for part, before, rounds in zip(model, self._examples_before, self._rounds_before, strict=True):
+            _check_rounds(part.local, rounds)
             _check_examples(part.local)
             if examples is not None:
                 part.local = with_examples(part.local, np.float32(before + examples))
@@ -882,9 +904,8 @@ class Island:
             local, params = own[fragment]
             if is_here and not is_sent:
                 self._keeps_progress = True
+                # Equal digests are equal bits: `a - (a - p)` would round `p`.
                 part.params = strengthen(params)
-                if part.local.anchor is not local.anchor:
-                    part.params = rebase(part.local.anchor, params, measure_drift(local.anchor, params))
             else:
                 part.params = rebase(part.local.anchor, params, zeros_like(part.local.anchor))
                 part.local = self._with_fresh_reducer(part.local, local.reducer[0], fragment)

@@ -8,16 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
+from .._core.trees import named_leaves
 from .._core.types import PyTree
 from ..local_sgd.state import LocalStepsState
-from ..state.marks import PerWorker, with_value
+from ..state.flax_marks import refuse_modules
+from ..state.marks import SHOWN_LEAVES, PerWorker, with_value
 
 
 def find_model(state: PyTree) -> tuple[LocalStepsState, PyTree]:
     """Returns the only `LocalStepsState` of a training state, and the only tree beside it that is like its anchor.
 
     Raises:
-      ValueError: there is none, or more than one: an average of parameters, for instance, looks like parameters.
+      ValueError: there is none, as where an nnx module has more Variables, or more than one: an average of parameters,
+        for instance, looks like parameters.
     """
     local, params = _find(state)
     params = params.value if isinstance(params, PerWorker) else params
@@ -93,12 +96,25 @@ def _find(state: PyTree) -> tuple[LocalStepsState, Any]:
         )
 
     models = [node for node in _nodes(state, stop=lambda node: is_model(node) or node is local) if is_model(node)]
-    if len(models) != 1:
+    if not models:
+        refuse_modules(state)
+        raise ValueError(
+            "beside the state of local_steps there is no tree like the parameters that its init got, with leaves "
+            f"{_show_leaves(local.anchor)}: keep these in the state that meets, in a tree of their own as tx.init got "
+            "it"
+        )
+    if len(models) > 1:
         raise ValueError(
             f"beside the state of local_steps there must be one tree like its parameters, got {len(models)}; keep "
             "averages of parameters outside of the state that meets"
         )
     return local, models[0]
+
+
+def _show_leaves(tree: PyTree) -> str:
+    named = [f"{name} {list(x.shape)}" for name, x in named_leaves(tree)]
+    more = f", and {len(named) - SHOWN_LEAVES} more" if len(named) > SHOWN_LEAVES else ""
+    return ", ".join(named[:SHOWN_LEAVES]) + more
 
 
 def _nodes(tree: PyTree, stop: Any = lambda node: isinstance(node, LocalStepsState)) -> list[Any]:

@@ -101,6 +101,19 @@ def refuse_shared_variables(state: State) -> None:
             )
 
 
+def refuse_modules(state: State) -> None:
+    """Refuses nnx modules where the parameters must be a tree by themselves, like that which `tx.init` got."""
+    if VARIABLES not in sys.modules:
+        return
+    module: type = sys.modules["flax.nnx"].Module
+    if any(isinstance(node, module) for node in _nodes(state, module)):
+        raise ValueError(
+            "the state has an nnx module, whose parameters are no tree by themselves, and an nnx.Optimizer has its own "
+            f"arrays around those of local_steps: {PATTERN}; the state that meets is then "
+            '{"params": params, "rest": rest, "opt": opt}'
+        )
+
+
 def refuse_random_streams(state: State) -> None:
     """Refuses nnx modules that store random streams, unless each worker has a module of its own."""
     if VARIABLES not in sys.modules:

@@ -273,6 +273,25 @@ def test_a_checkpoint_from_before_the_last_drift_does_not_send_it_again(fragment
     assert_close(global_params(state), saved.params, tolerance=1e-6)
 
 
+@pytest.mark.parametrize("fragments", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_island_that_starts_again_between_two_rounds_has_all_bits_of_its_state(fragments):
+    """The global parameters are computed anew, from the rounds since the kept ones."""
+    store, tx = islands.memory(), method(inner=optax.adam(1.0), fragments=fragments)
+    step = step_of(tx)
+    with islands.join(store, tx, name="a", round_timeout=5) as island:
+        state = island.enter(begin(tx))
+        for number in range(2 * H + 2):
+            state = step(state, GOALS[number % 3])
+            if island.due(number):
+                state, report = island.meet(state)
+                assert report.counted
+    with islands.join(store, tx, name="a", round_timeout=5) as island:
+        entered = island.enter(state)
+    assert np.abs(state.params["w"] - global_params(state)["w"]).max() > 1e-3
+    # Of fragments whose round is not open the count is that of the run.
+    assert_close(entered._replace(opt=entered.opt._replace(rounds=state.opt.rounds)), state, tolerance=0)
+
+
 def round_differently(island, number, *, times):
     """Lets the last island take its next so many outer steps with another last bit, as other hardware might."""
     take_step, taken = island._replay._take_step, itertools.count()

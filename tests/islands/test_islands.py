@@ -557,6 +557,30 @@ def test_what_meet_is_passed_replaces_what_the_steps_counted_and_a_tree_is_refus
             island.meet({"params": params, "opt": opt})
 
 
+@pytest.mark.parametrize("fragments", [None, 2])
+def test_rounds_that_steps_end_by_themselves_are_refused(fragments):
+    """Without `sync=()` steps take outer steps of their island alone, and no round of the run would have them."""
+    tx = jd.local_steps(optax.sgd(0.5), optax.sgd(1.0), sync_period=2, axis=None, fragments=fragments)
+    params, store = {"a": jnp.zeros(3), "b": jnp.zeros(3)}, islands.memory()
+
+    @functools.partial(jax.jit, static_argnames="options")
+    def step(state, *, options=()):
+        updates, opt = tx.update(params, state["opt"], state["params"], **dict(options))
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+    with islands.join(store, tx, name="a") as island:
+        state = island.enter({"params": params, "opt": tx.init(params)})
+        for _ in range(4):
+            state, report = island.meet(step(step(state, options=(("sync", ()),)), options=(("sync", ()),)))
+            assert report.counted
+        state, sent = step(step(state)), len(store.list("rounds/"))
+        with pytest.raises(ValueError, match=r"have ended rounds by themselves \(1\).*Pass sync=\(\) to the update"):
+            island.meet(state)
+        with pytest.raises(ValueError, match=r"partial\(tx\.update, sync=\(\)\)"):
+            island.leave(state)
+        assert len(store.list("rounds/")) == sent
+
+
 @pytest.mark.parametrize(("passed", "named"), [(np.nan, "nan"), (np.inf, "inf"), (-1.5, "-1.5")])
 def test_examples_of_the_steps_that_would_spoil_the_mean_of_all_are_refused(passed, named):
     """Such as the mean of a mask without entries: one island must not make the parameters of all NaN."""

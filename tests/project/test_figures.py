@@ -39,8 +39,9 @@ def find_race(problem: str, link: str, folder: Path = RACE) -> dict[str, dict[st
 
 
 def find_times(problem: str, link: str) -> dict[str, float]:
-    """Seconds to the loss over a link, by method, the first first."""
-    return {method: float(cells["seconds"]) for method, cells in find_race(problem, link).items()}
+    """Seconds to the loss over a link, by method, the first first, of those that were trained to it."""
+    race = find_race(problem, link).items()
+    return {method: float(cells["seconds"]) for method, cells in race if cells["seconds"]}
 
 
 def is_rounded(quoted: str, seconds: str) -> bool:
@@ -97,8 +98,11 @@ def test_comparisons_of_times_in_the_readme_are_those_of_the_report():
     power_sgd, hook, ddp = "jaxdist PowerSGD, rank 4", "PyTorch PowerSGD hook, rank 4", "PyTorch DDP"
     times = {link: find_times(LANGUAGE_MODEL, link) for link in LINKS}
     ahead = {link: 1 - find_first(times[link], ours=True) / find_first(times[link], ours=False) for link in LINKS}
-    percent = sorted(round(100 * share) for share in ahead.values())
-    assert f"{percent[0]} to {percent[-1]} % faster than PyTorch's best over all four links" in readme
+    behind, *percent = sorted(round(100 * share) for share in ahead.values())
+    assert f"{percent[0]} to {percent[-1]} % faster than PyTorch's best over three of the links" in readme
+    assert min(ahead, key=ahead.__getitem__) == LINKS[-1]
+    assert next(iter(times[LINKS[-1]])) == "PyTorch post-local SGD, H=8"
+    assert f"over 1 Gbit/s with delay PyTorch's post-local SGD is {-behind} % ahead" in readme
     slow = times["100 Mbit/s"]
     assert f"PowerSGD is {slow[ddp] / slow[power_sgd]:.1f} times faster than PyTorch DDP" in readme
     slow = find_times(LARGER_MODEL, "100 Mbit/s")
@@ -109,8 +113,8 @@ def test_comparisons_of_times_in_the_readme_are_those_of_the_report():
     assert faster in readme
     fast = find_times(LARGER_MODEL, "1 Gbit/s")
     assert next(iter(fast)) == "PyTorch DDP, f16 hook"
-    share = 1 - find_first(fast, ours=False) / find_first(fast, ours=True)
-    assert f"PyTorch's f16 hook is {100 * share:.0f} % ahead" in readme
+    assert abs(1 - find_first(fast, ours=False) / find_first(fast, ours=True)) < 0.01
+    assert "over 1 Gbit/s PyTorch's f16 hook and our best are level" in readme
 
 
 @pytest.mark.parametrize(
@@ -127,17 +131,13 @@ def test_seconds_in_the_report_of_the_race_are_those_of_its_runs(heading, proble
 
 
 def test_the_race_on_another_version_of_jax_is_that_of_its_runs():
-    (table,) = find_race_tables("On jax 0.12")
-    races = [find_race(LANGUAGE_MODEL, link, RACE / "jax_0_12") for link in LINKS]
+    (table,) = find_race_tables("On jax 0.10.2")
+    races = [find_race(LANGUAGE_MODEL, link, RACE / "jax_0_10_2") for link in LINKS]
     assert {row[0] for row in table} == set(races[0])
     for method, *cells in table:
         for race, step, seconds in zip(races, cells[::2], cells[1::2], strict=True):
             assert step == race[method]["step ms"]
             assert is_rounded(seconds, race[method]["seconds"])
-    readme = " ".join((REPOSITORY / "README.md").read_text().split())
-    (quoted,) = re.findall(r"with jax 0\.12, .*? PowerSGD over 100 Mbit/s takes (\d+ s) and DDP (\d+ s)", readme)
-    for seconds, method in zip(quoted, ("jaxdist PowerSGD, rank 4", "PyTorch DDP"), strict=True):
-        assert is_rounded(seconds, races[0][method]["seconds"])
 
 
 @pytest.mark.parametrize(

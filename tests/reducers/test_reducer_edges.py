@@ -119,6 +119,43 @@ def test_the_model_to_evaluate_is_the_mean(resize):
     assert jd.consensus({"w": marked})["w"].tolist() == [2.0]
 
 
+LARGEST = jd.top_k(0.5, method="exact")
+# A reducer that keeps what it does not send, and the sum of what it delivers in the end of a gradient of one.
+KEEPS = {
+    "residuals": (jd.error_feedback(jd.compressed(LARGEST)), 1.0),
+    "a server residual": (jd.error_feedback(jd.two_shot(LARGEST)), 1.0),
+    # A momentum of one half; masking would drop it where an entry is sent.
+    "dgc": (jd.reducers.dgc(0.5, momentum=0.5, masking=False, method="exact"), 2.0),
+}
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("name", KEEPS)
+@pytest.mark.parametrize("workers", [2, 5])
+def test_what_was_not_sent_arrives_after_a_change_of_workers(name, workers):
+    """Entry by entry, the deliveries add up to the gradients that three workers had, and the others after them."""
+    reducer, total = KEEPS[name]
+    tx = jd.all_reduce(reducer)
+
+    def step(state, gradients):
+        updates, opt = tx.update(jax.tree.map(lambda x: x[0], gradients), state["opt"])
+        return {"sum": jax.tree.map(jnp.add, state["sum"], updates), "opt": opt}, {}
+
+    rng, zeros = np.random.default_rng(0), {"a": jnp.zeros(7), "w": jnp.zeros((9, 5))}
+    state, expected = jd.place({"sum": zeros, "opt": tx.init(zeros)}, 3), zeros
+    for count in (3, workers):
+        state = jd.resize(state, count)
+        gradients = {name: rng.normal(size=(count, *x.shape)).astype(np.float32) for name, x in zeros.items()}
+        expected = jax.tree.map(lambda x, g: x + total * g.mean(0), expected, gradients)
+        run = jd.simulate(step, count)
+        state, _ = run(state, gradients)
+        assert max(float(jnp.abs(state["sum"][name] - x).max()) for name, x in expected.items()) > 0.05
+    gradients = jax.tree.map(np.zeros_like, gradients)
+    for _ in range(24):
+        state, _ = run(state, gradients)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), state["sum"], expected)
+
+
 def test_statistics_around_a_condition_count_the_gather_that_they_use():
     two_levels = jd.hierarchical(inner=EXACT, outer=EXACT)
     mesh = jd.make_mesh({"pod": 2, "chip": 4})

@@ -418,6 +418,50 @@ def test_the_model_of_a_pair_takes_the_global_parameters():
     assert jnp.allclose(model.kernel[...], state[0].value.kernel[...][0], atol=1e-6)
 
 
+LOCAL = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=2, axis=None)
+
+
+class WithStatistics(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.layer = nnx.BatchNorm(6, rngs=rngs), nnx.Linear(6, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(self.norm(x))
+
+
+def test_an_island_takes_the_parameters_of_a_module_and_names_the_split():
+    model = WithStatistics(nnx.Rngs(0))
+    pair = model, nnx.Optimizer(model, LOCAL, wrt=nnx.Param)
+    with jd.islands.join(jd.islands.memory(), LOCAL, name="a") as island:
+        with pytest.raises(
+            ValueError, match=r"has an nnx module.*nnx\.split\(model, nnx\.Param, \.\.\.\)`.*\"rest\": rest"
+        ):
+            island.enter(pair)
+        params = {"w": jnp.zeros((2, 3))}
+        with pytest.raises(ValueError, match=r"no tree like the parameters that its init got, with leaves w \[2, 3\]:"):
+            island.enter({"params": {"w": jnp.zeros(3)}, "opt": LOCAL.init(params)})
+        structure, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss_fn(params, rest, x):
+            module = nnx.merge(structure, params, rest, copy=True)
+            return (module(x) ** 2).mean(), nnx.state(module, nnx.Not(nnx.Param))
+
+        @jax.jit
+        def step(state, x):
+            gradients, rest = jax.grad(loss_fn, has_aux=True)(state["params"], state["rest"], x)
+            updates, opt = LOCAL.update(gradients, state["opt"], state["params"], sync=())
+            return {"params": optax.apply_updates(state["params"], updates), "rest": rest, "opt": opt}
+
+        state = island.enter({"params": params, "rest": rest, "opt": LOCAL.init(params)})
+        for _ in range(2):
+            state = step(state, jnp.arange(12.0).reshape(2, 6))
+        state, report = island.meet(state)
+    assert report.counted
+    # Statistics are the island's own.
+    assert state["rest"]["norm"]["mean"][...].any()
+    assert_close(jd.local_sgd.global_params(state["opt"]), state["params"], 1e-6)
+
+
 def test_attention_that_keeps_no_stream_trains_and_the_message_says_how():
     with pytest.raises(ValueError, match=r"layer\.rngs\.count` of the state .*MultiHeadAttention.*keep_rngs=False"):
         jd.place(WithAttention(nnx.Rngs(0), keep_rngs=True), 2)
