@@ -25,7 +25,7 @@ test:
 
 docs:
 	@scripts/environment.sh $(PYTHON) $(VENV) cli,train,dev,docs $(INSTALL)
-	$(VENV)/bin/mkdocs serve
+	PYTHONPATH=docs $(VENV)/bin/mkdocs serve
 
 clean:
 	rm -rf $(VENV) site dist build .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,4 +1,7 @@
-"""Lists the public names of jaxdist; as a hook of mkdocs it fills in tables of the reference and adds `llms.txt`."""
+"""Lists the public names of jaxdist: the tables of the reference. As a script it writes `docs/llms.txt`.
+
+python docs/public_names.py
+"""
 
 import ast
 import inspect
@@ -6,6 +9,8 @@ import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).parent.parent
 MARKER = "<!-- tables of public names -->"
@@ -113,7 +118,7 @@ def tables() -> str:
 
 def _table_of(module: str, names: set[str], entries: dict[str, str]) -> str:
     rows = []
-    for name in sorted(names, key=str.lower):
+    for name in sorted(names, key=lambda name: (name.lower(), name)):
         full = f"{module}.{name}"
         value = resolve(full)
         entry = entry_of(full, entries)
@@ -157,21 +162,27 @@ def _one_row_each(table: re.Match) -> str:
     return "\n".join(rows) + "\n"
 
 
-def on_page_markdown(markdown: str, **options) -> str:
-    """Fills in the tables of a page; mkdocs calls this for every page."""
-    del options
+def with_tables(markdown: str) -> str:
+    """Fills in the tables of a page."""
     if MARKER in markdown:
         return with_sentences(markdown.replace(MARKER, tables()))
     return with_sentences(with_stability(with_contents(markdown)))
 
 
-def on_files(files: Any, *, config: Any) -> Any:
-    """Adds `llms.txt`, the list of all pages for language models (https://llmstxt.org); mkdocs calls this once."""
-    from mkdocs.structure.files import File
+def read_site() -> dict[str, Any]:
+    """The configuration of the site; what is not plain YAML in it, such as variables of the environment, is `None`."""
 
-    contents = contents_for_models(config["site_description"], config["nav"])
-    files.append(File.generated(config, "llms.txt", content=contents))
-    return files
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+    return yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+
+
+def list_pages() -> str:
+    """The text of `llms.txt`: all pages, for language models (https://llmstxt.org)."""
+    site = read_site()
+    return contents_for_models(site["site_description"], site["nav"])
 
 
 def contents_for_models(summary: str, nav: list[dict[str, Any]]) -> str:
@@ -194,6 +205,11 @@ def _lines_of_pages(title: str, pages: Any) -> list[str]:
 def _first_sentence(page: str) -> str:
     """Of a page, as text without links."""
     paragraphs = (ROOT / "docs" / page).read_text().split("\n\n")
-    text = " ".join(next((part for part in paragraphs if re.match(r"[A-Z*`\[]", part)), "").split())
+    sentences = (part for part in paragraphs if re.match(r"[A-Z*`\[]", part) and ".md-button" not in part)
+    text = " ".join(next(sentences, "").split())
     text = re.sub(r"\[([^\]]+)\](\([^)]*\)|\[[^\]]*\])", r"\1", text)
     return re.split(r"(?<=[.:])\s", text)[0].replace("**", "").removesuffix(":")
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "llms.txt").write_text(list_pages())

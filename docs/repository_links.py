@@ -1,55 +1,43 @@
-"""A hook of mkdocs: what pages link to in the repository outside of `docs`, such as reports, leads to its host.
-
-Notebooks get a link that opens them in Colab, where the repository is on GitHub and they install the library from it.
+"""Links of pages to what is in the repository outside of `docs`, such as reports, lead to its host.
 
 In a clone and on the host such relative links work as they are. On the site they become links to the repository that
 `JAXDIST_REPOSITORY` names (`https://host/owner/jaxdist`), in the revision `JAXDIST_REVISION`; without it, their text.
+
+A link of a page to its notebook opens that in Colab. `JAXDIST_COLAB` says where the notebooks are that install the
+library, as in `owner/jaxdist/blob/gh-pages/dev`: beside their pages. Without it there is no such link.
 """
 
 import os
-import posixpath
 import re
 from pathlib import Path
 
-NOTEBOOKS = Path(__file__).parent.parent / "examples" / "notebooks"
+ROOT = Path(__file__).parent.parent
 # The attributes of a button go with its link.
-LINK = re.compile(r"\[(?P<text>[^\[\]]+)\]\((?P<target>(?:\.\./)+[\w./-]+)\)(?P<attributes>\{[^}]*\})?")
+LINK = re.compile(r"\[(?P<text>[^\[\]]+)\]\((?P<target>(?:\.\./)+(?P<path>[\w./-]+))\)(?P<attributes>\{[^}]*\})?")
+COLAB = "https://colab.research.google.com/github"
 
 
-def with_links(markdown: str, page: str, repository: str, revision: str = "main") -> str:
-    """The text of a page, by its path under `docs`, with links that lead out of `docs` to a repository, or without."""
+def with_links(markdown: str, repository: str, revision: str = "main", colab: str = "") -> str:
+    """The text of a page with links to a repository and its notebooks, or without."""
 
     def replace(match: re.Match) -> str:
-        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), match["target"]))
-        if path.startswith("docs/"):
+        text, path, attributes = match["text"], match["path"], match["attributes"] or ""
+        # What is no file of the repository is a page beside this one; mkdocs says if there is none.
+        if not (ROOT / path).exists():
             return match[0]
-        text, attributes = match["text"], match["attributes"] or ""
+        if path.endswith(".ipynb"):
+            name = Path(path).name
+            return f"[{text}]({COLAB}/{colab}/notebooks/{name}){attributes}" if colab else ""
         if not repository:
             return "" if attributes else text
-        kind = "blob" if posixpath.splitext(path)[1] else "tree"
+        kind = "blob" if (ROOT / path).is_file() else "tree"
         return f"[{text}]({repository}/{kind}/{revision}/{path}){attributes}"
 
     return LINK.sub(replace, markdown)
 
 
-def with_colab(markdown: str, page: str, repository: str, revision: str = "main") -> str:
-    """The text of a page, below its title with a link to Colab if it is that of a notebook."""
-    folder, name = posixpath.split(posixpath.splitext(page)[0])
-    notebook = NOTEBOOKS / f"{name}.ipynb"
-    is_open = repository.startswith("https://github.com/") and folder == "notebooks" and notebook.exists()
-    # `scripts/notebooks.py` writes the name of the repository into the cell that installs the library.
-    if not is_open or f"git+{repository}" not in notebook.read_text():
-        return markdown
-    path = f"{repository.removeprefix('https://github.com/')}/blob/{revision}/examples/notebooks/{name}.ipynb"
-    link = f"[Open in Colab](https://colab.research.google.com/github/{path}){{ .md-button }}"
-    title, rest = markdown.split("\n\n", 1)
-    return f"{title}\n\n{link}\n\n{rest}"
-
-
-def on_page_markdown(markdown: str, page, **options) -> str:
-    """Changes the links of a page; mkdocs calls this for every page."""
-    del options
+def with_repository(markdown: str) -> str:
+    """The text of a page with the links that the environment asks for."""
     repository = os.environ.get("JAXDIST_REPOSITORY", "").rstrip("/")
     revision = os.environ.get("JAXDIST_REVISION") or "main"
-    linked = with_links(markdown, page.file.src_uri, repository, revision)
-    return with_colab(linked, page.file.src_uri, repository, revision)
+    return with_links(markdown, repository, revision, os.environ.get("JAXDIST_COLAB", ""))

@@ -39,7 +39,8 @@ run() {
     # Read the sources, not a wheel that is installed: what is being edited is what must hold.
     imports) PYTHONPATH=. lint-imports ;;
     types) pyright --threads "${WORKERS:-2}" --pythonpath "$(command -v python)" ;;
-    docs) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --site-dir "${SITE_DIR:-site}" ;;
+    # The pages need an extension of Markdown from `docs`.
+    docs) PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 mkdocs build --strict --site-dir "${SITE_DIR:-site}" ;;
     # The tests and the doctests of the installed package, so that a wheel is tested as a user gets it. A file stays with
     # one process: its tests share what they compile.
     # shellcheck disable=SC2086

@@ -1,15 +1,20 @@
 """Writes the notebooks of `examples/notebooks` from the pages of `docs/notebooks`: `python scripts/notebooks.py`.
 
 A page is plain Markdown, which the site shows and a test runs. Each block of Python becomes a cell, with the output
-that the page shows after it; what is between blocks becomes text. `JAXDIST_REPOSITORY` names the repository
-(`https://host/owner/jaxdist`) that a notebook installs the library from, and that its links lead to. Without it a
-notebook says that the library must be installed, and has no links.
+that the page shows after it; what is between blocks becomes text. A notebook says that the library must be installed,
+and has no links.
+
+    python scripts/notebooks.py docs/notebooks
+
+writes notebooks that Colab can open, for the site: they install the library from the repository that
+`JAXDIST_REPOSITORY` names (`https://host/owner/jaxdist`), in the revision `JAXDIST_REVISION`, where their links lead.
 """
 
 import json
 import os
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -20,17 +25,20 @@ CELL = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MUL
 IMAGE = re.compile(r"^!\[[^\]]*\]\([^)]*\)\n*", re.MULTILINE)
 REFERENCE = re.compile(r"\[([^\[\]]+)\]\[jaxdist[\w.]*\]")
 LINK = re.compile(r"\[([^\[\]]+)\]\(([\w./#-]+)\)")
+# The link of a page to its notebook.
+BUTTON = re.compile(r"^\[.*\]\(.*\)\{.*\}\n*", re.MULTILINE)
 
 
-def make_notebook(page: Path, repository: str = "") -> dict:
+def make_notebook(page: Path, repository: str = "", revision: str = "main") -> dict:
     """The notebook of a page, as the JSON of Jupyter's format 4."""
     title, rest = page.read_text().split("\n\n", 1)
-    cells = [_text(title), _installation(repository)]
+    cells = [_text(title), _installation(repository, revision)]
     end = 0
     for match in CELL.finditer(rest):
-        cells += [_text(_for_notebooks(rest[end : match.start()], repository)), _code(match[1], match[2] or "")]
+        between = _for_notebooks(rest[end : match.start()], repository, revision)
+        cells += [_text(between), _code(match[1], match[2] or "")]
         end = match.end()
-    cells.append(_text(_for_notebooks(rest[end:], repository)))
+    cells.append(_text(_for_notebooks(rest[end:], repository, revision)))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     return {
         "cells": [cell for cell in cells if cell["source"]],
@@ -40,19 +48,19 @@ def make_notebook(page: Path, repository: str = "") -> dict:
     }
 
 
-def _for_notebooks(markdown: str, repository: str) -> str:
+def _for_notebooks(markdown: str, repository: str, revision: str) -> str:
     """Leaves out pictures, which cells draw, and links of the site, or makes them links to the repository."""
 
     def replace(match: re.Match) -> str:
         path = posixpath.normpath(posixpath.join("docs/notebooks", match[2]))
-        return f"[{match[1]}]({repository}/blob/main/{path})" if repository else match[1]
+        return f"[{match[1]}]({repository}/blob/{revision}/{path})" if repository else match[1]
 
-    return LINK.sub(replace, REFERENCE.sub(r"\1", IMAGE.sub("", markdown)))
+    return LINK.sub(replace, REFERENCE.sub(r"\1", BUTTON.sub("", IMAGE.sub("", markdown))))
 
 
-def _installation(repository: str) -> dict:
+def _installation(repository: str, revision: str) -> dict:
     if repository:
-        return _code(f'%pip install -q "jaxdist @ git+{repository}" scikit-learn matplotlib\n', "")
+        return _code(f'%pip install -q "jaxdist @ git+{repository}@{revision}" scikit-learn matplotlib\n', "")
     return _text("This notebook needs jaxdist, scikit-learn and matplotlib.")
 
 
@@ -71,13 +79,23 @@ def _code(source: str, printed: str) -> dict:
     }
 
 
-def write(repository: str = "") -> None:
+def write(folder: Path = NOTEBOOKS, repository: str = "", revision: str = "main") -> None:
     """Writes the notebooks of all pages."""
-    NOTEBOOKS.mkdir(exist_ok=True)
     for page in sorted(PAGES.glob("*.md")):
-        text = json.dumps(make_notebook(page, repository), indent=1, ensure_ascii=False)
-        (NOTEBOOKS / f"{page.stem}.ipynb").write_text(text + "\n")
+        text = json.dumps(make_notebook(page, repository, revision), indent=1, ensure_ascii=False)
+        (folder / f"{page.stem}.ipynb").write_text(text + "\n")
+
+
+def main() -> None:
+    """Writes the notebooks of the repository, or into a folder those that Colab can open."""
+    if len(sys.argv) == 1:
+        write()
+        return
+    repository = os.environ.get("JAXDIST_REPOSITORY", "").rstrip("/")
+    if not repository:
+        raise SystemExit("JAXDIST_REPOSITORY must name the repository that notebooks install the library from")
+    write(Path(sys.argv[1]), repository, os.environ.get("JAXDIST_REVISION") or "main")
 
 
 if __name__ == "__main__":
-    write(os.environ.get("JAXDIST_REPOSITORY", "").rstrip("/"))
+    main()

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -630,15 +631,15 @@ def churn():
     save(figure, "churn")
 
 
-def new_compressor():
+def draw_notebook(name):
     """The figure of a notebook, by the cells of its page."""
-    page = (FOLDER.parent / "notebooks" / "new-compressor.md").read_text()
+    page = (FOLDER.parent / "notebooks" / f"{name.replace('_', '-')}.md").read_text()
     # With the settings of a reader.
     with mpl.rc_context(mpl.rcParamsDefault | {"svg.hashsalt": STYLE["svg.hashsalt"]}):
         cells = {"__name__": "__main__"}
         for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
             exec(code, cells)
-        save(cells["figure"], "new_compressor")
+        save(cells["figure"], name)
 
 
 # Colors of families, by how the names of their methods begin.
@@ -657,7 +658,6 @@ FIGURES = {
         home,
         reducers_measured,
         churn,
-        new_compressor,
         architecture,
         compression,
         low_rank,
@@ -667,6 +667,9 @@ FIGURES = {
         hiding,
         asynchronous,
     )
+} | {
+    name: partial(draw_notebook, name)
+    for name in ("first_steps", "choose_a_reducer", "new_compressor", "diloco_and_islands")
 }
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ Where the paper, this file and the library (`jd.local_sgd.diloco(optax.adamw(...
 
 - The start: the paper's main runs start from a model that was trained synchronously, with an outer momentum of 0.9.
   This file starts from random parameters all the same; the library has `warmup_steps=`, and without it 0.5.
-- The loop: paper and file have one function for a round. The library's `update` is called in every step and counts
-  them, so that one program is also that of a step without communication; the drift is sent where a round ends.
+- The loop: paper and file have one function for a round. The library's `update` (`jaxdist/local_sgd/local_steps.py`) is
+  called in every step and counts them, so that one program is also that of a step without communication; the drift is
+  sent where a round ends.
 - What is kept: paper and file keep `θ` beside each worker's `θ_i`, and so does the library, in float32 or better, as
   its *anchor* (`jd.local_sgd.global_params`).
 - AdamW's moments stay with their worker in all three; the library can also reset or average them (`buffers=`).

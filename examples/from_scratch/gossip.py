@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-WORKERS, SIZE, RATE, KEPT, GAMMA = 8, 20, 0.05, 4, 0.3
+WORKERS, SIZE, RATE, KEPT, GAMMA = 8, 20, 0.05, 4, 0.3  # γ of CHOCO-SGD; that of D-PSGD, and η, are the rate
 OPTIMA = jax.random.normal(jax.random.key(0), (WORKERS, SIZE)) + 1  # of each worker's own loss
 
 

@@ -10,14 +10,16 @@ all-reduces.
 Where the paper, this file and the library (`jd.error_feedback(jd.power_sgd(rank=2))`) differ:
 
 - The residual: the paper's code subtracts the decoded mean `P̂ Qᵀ` on every worker. This file and the library subtract
-  what this worker has contributed to it, `P̂ Q_wᵀ`; residuals of the former grow where the workers' data differ.
+  what this worker has contributed to it, `P̂ Q_wᵀ`; with the former (`own="paper"`) residuals grow where data differ.
 - The right factor: paper and file multiply by `Q`, the library by an orthonormal basis of its columns, whose products
   do not overflow. The approximation depends on the column space alone, so that it is the same.
 - The orthogonalization: Gram-Schmidt in paper and file. The library has Householder reflections, which stay accurate
   where columns are nearly parallel, and recovers from a factor that has become zero.
 - The momentum: the paper steps along `Δ' + m`, this file along `m`, as `optax.sgd` does.
 - Which leaves: this file compresses the one matrix. The library compresses every leaf where that saves half of the
-  numbers, sees a kernel of a convolution as a matrix, and sends all leaves in two messages.
+  numbers, sees a kernel of a convolution as a matrix, and sends stacks of matrices of similar shape in two messages.
+- Where: `messages` in `jaxdist/reducers/power_sgd.py` is `compress_and_aggregate`; `error_feedback.py` has `error`. The
+  former also has `one_sided=True`, another method, in which a step is half of an iteration.
 """
 
 from typing import NamedTuple
@@ -51,11 +53,11 @@ def orthogonalize(p):
     return jnp.stack(columns, axis=1)
 
 
-def compress_and_aggregate(m, q):
-    """Algorithm 1, from this worker's matrix `m [n, k]` and the last `q [k, r]`."""
-    p = jax.lax.pmean(m @ q, "workers")  # P ← mean(M Q)
+def compress_and_aggregate(matrix, q):
+    """Algorithm 1, from this worker's `M_w [n, m]` and the last `Q [m, r]`, which is the same on all workers."""
+    p = jax.lax.pmean(matrix @ q, "workers")  # P ← mean(M_w Q)
     p_hat = orthogonalize(p)  # P̂ ← orthogonalize(P)
-    q_w = m.T @ p_hat  # Q_w ← Mᵀ P̂
+    q_w = matrix.T @ p_hat  # Q_w ← M_wᵀ P̂
     return p_hat, jax.lax.pmean(q_w, "workers"), q_w  # Q ← mean(Q_w)
 
 

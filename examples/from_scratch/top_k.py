@@ -13,8 +13,8 @@ Where the paper, this file and the library (`jd.error_feedback(jd.compressed(jd.
 - The rate: paper and file keep `η ∇f` in memory, so that what a high rate left behind is delivered at that rate. The
   library does so `with_learning_rate=True`; by default it keeps gradients, which is the same while the rate is constant
   and lets any optimizer follow.
-- Which entries: `jax.lax.top_k` here. The library finds the same ones by counting entries above a threshold, at the
-  speed of memory, in each leaf of a model by itself.
+- Which entries: `jax.lax.top_k` here. The library finds the same ones by counting entries above a threshold, many times
+  faster, in each leaf of a model by itself.
 - On the wire: a position has 4 bytes here, and in the library as few bits as its gap to the next one needs.
 - The paper's weighted average of all models is left out by both.
 """

@@ -17,6 +17,7 @@ Where the papers, this file and the library (`jd.two_shot(jd.qsgd(4))`) differ:
 - The draws: this file uses `jax.random.uniform`, the library by default a cheaper hash of the position of an entry.
 - The bucket: 16 entries here, for a tiny model; 512 in the library.
 - The shapes: this file needs a vector that divides evenly; the library joins all leaves of a dtype and pads them.
+- The result: the library also returns what this worker has contributed, its own chunks decoded, for error feedback.
 - The error of the second quantization is lost here and averages out. With `server_feedback=True` the library keeps it,
   as do BAGUA and 1-bit Adam (arXiv:2102.02888).
 """

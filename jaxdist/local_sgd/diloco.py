@@ -1,6 +1,6 @@
 """DiLoCo: Nesterov momentum of the drift of many local steps.
 
-`examples/from_scratch/diloco.py` is the method in 100 lines of plain JAX.
+The rounds are those of `local_steps`. `examples/from_scratch/diloco.py` is the method in 100 lines of plain JAX.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """Streaming DiLoCo: fragments of the model that are synchronized in turn, while training goes on.
 
-`examples/from_scratch/streaming_diloco.py` is the method in 100 lines of plain JAX.
+Rounds, their delay and the merge are those of `local_steps`. `examples/from_scratch/streaming_diloco.py` is the method
+in 100 lines of plain JAX.
 """
 
 from typing import Any

@@ -20,6 +20,8 @@ from .._core.trees import next_count
 from .._core.types import Array, Bool, Int, Like, PyTree, Updates
 from ..comm.base import Comm
 from ..wire.low_rank import (
+    LEFT,
+    RIGHT,
     MatrixGroup,
     View,
     draw_factors,
@@ -142,51 +144,52 @@ class _PowerSGD(NamedTuple):
 
     def _draw_right(self, like: PyTree[Like], count: Array | int) -> PyTree:
         """Gaussian right factors, the same on all workers: from the seed and the count, which are replicated."""
-        return draw_factors(like, self.view, 1, jax.random.fold_in(jax.random.key(self.seed), count))
+        return draw_factors(like, self.view, RIGHT, jax.random.fold_in(jax.random.key(self.seed), count))
 
     def messages(self, updates: Updates, state: PowerSGDState, comm: Comm, extras: Extras) -> Protocol:
         """Algorithm 1. Each `yield` sends arrays, and what comes back is their mean over workers.
 
-        Matrices of similar shape are a group: stacks `[k, n, m]`, whose products are one operation and one array on the
-        wire. What follows is lists with an entry for each group; vectors and small leaves are the `rest`.
+        Matrices of similar shape are a group: a stack `[k, n, m]`, whose products are one operation and one array on
+        the wire. So `M_w`, `P` and `Q` are lists with a stack for each group; vectors and small leaves are the `rest`.
         """
         leaves, structure = jax.tree.flatten(updates)
         groups, rest = group_leaves(leaves, self.view)
         matrices = [stack_matrices(leaves, group) for group in groups]
-        factors = structure.flatten_up_to(state.q if self.warm_start else self._draw_right(updates, state.count))
+        last = structure.flatten_up_to(state.q if self.warm_start else self._draw_right(updates, state.count))
 
-        # P = qr(mean(M Q)). Deviation: the paper multiplies by Q itself, which has the norm of the last gradient; the
-        # product would have its square. The basis is known before the gradient is. Bases are rows, [k, r, m].
-        right = orthonormal([stack_factors(factors, group) for group in groups])
+        # P_w = M_w Q. Deviation: the paper multiplies by Q itself, which has the norm of the last gradient; the product
+        # would have its square. Its basis is known before the gradient is. Bases are rows, [k, r, m].
+        right = orthonormal([stack_factors(last, group) for group in groups])
         # Scales are powers of two: nothing is rounded, and sums over entries and workers do not overflow.
-        right = [q * overflow_scale(q.shape[2], comm.size) for q in right]
-        left = [jnp.einsum("knm,krm->knr", m, q) for m, q in zip(matrices, right)]
-        received = yield Messages(mean=pack_factors(groups, left, 0))
-        # The scale of the mean does not matter to its basis.
-        bases = orthonormal(unpack_factors(groups, received.mean, 0))
+        right = [basis * overflow_scale(basis.shape[2], comm.size) for basis in right]
+        p_w = [jnp.einsum("knm,krm->knr", m, basis) for m, basis in zip(matrices, right)]
+        received = yield Messages(mean=pack_factors(groups, p_w, LEFT))
+        # P = qr(mean(P_w)). The scale of the mean does not matter to its basis.
+        bases = orthonormal(unpack_factors(groups, received.mean, LEFT))
+        # The barrier: XLA:CPU would fold the transposition into the products below, which are then slower.
+        p = lax.optimization_barrier([jnp.swapaxes(basis, 1, 2) for basis in bases])
 
-        # Q = mean(Mᵀ P). The barrier: XLA:CPU would fold the transposition into the products, which are then slower.
-        left = lax.optimization_barrier([jnp.swapaxes(basis, 1, 2) for basis in bases])
+        # Q_w = M_wᵀ P, as its transpose Pᵀ M_w [k, r, m]: XLA:CPU would transpose the whole of M_w for the former.
         scales = [overflow_scale(basis.shape[2], comm.size) for basis in bases]
-        # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
-        local = [jnp.einsum("knr,knm->krm", p * scale, m) for p, scale, m in zip(left, scales, matrices)]
-        packed = pack_factors(groups, local, 1)
+        q_w = [jnp.einsum("knr,knm->krm", left * scale, m) for left, scale, m in zip(p, scales, matrices)]
+        packed = pack_factors(groups, q_w, RIGHT)
         # The rest goes with the second factors: a message of its own would be one more latency.
         received = yield Messages(mean=[*packed, *(widen(leaves[i]) for i in rest)])
-        mean = unpack_factors(groups, received.mean, 1)
+        # Q = mean(Q_w)
+        q = unpack_factors(groups, received.mean, RIGHT)
 
         # mean = P Qᵀ, own = P Q_wᵀ. Both Q are too small by the scale; that goes into P, and into the Q that is kept.
-        left = [p / scale for p, scale in zip(left, scales)]
+        p = [left / scale for left, scale in zip(p, scales)]
         # Always true, and not a constant: `stack_indices` hides indices from XLA:CPU, which then compiles faster.
         at = stack_indices(groups, state.count >= 0)
-        own = mean if self.own == "paper" else local
-        reduced = _write(updates, groups, rest, [left, left], [mean, own], received.mean[len(packed) :], at, comm)
-        q = write_factors(factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at, scales)
-        return reduced, PowerSGDState(next_count(state.count), structure.unflatten(q))
+        own = q if self.own == "paper" else q_w
+        reduced = _write(updates, groups, rest, [p, p], [q, own], received.mean[len(packed) :], at, comm)
+        kept = write_factors(last, groups, [jnp.swapaxes(new, 1, 2) for new in q], at, scales)
+        return reduced, PowerSGDState(next_count(state.count), structure.unflatten(kept))
 
     def init_one_sided(self, like: PyTree[Like]) -> OneSidedState:
         key = jax.random.key(self.seed)
-        left, right = (draw_factors(like, self.view, side, jax.random.fold_in(key, side)) for side in (0, 1))
+        left, right = (draw_factors(like, self.view, side, jax.random.fold_in(key, side)) for side in (LEFT, RIGHT))
         return OneSidedState(jnp.ones((), bool), left, right)
 
     def reduce_one_sided(
@@ -214,7 +217,7 @@ class _PowerSGD(NamedTuple):
         fixed_factors, factors = structure.flatten_up_to(fixed), structure.flatten_up_to(renewed)
 
         # P = mean(M Q) or Q = mean(Mᵀ P), with a basis that is known before the gradient is.
-        side = 0 if from_right else 1
+        side = LEFT if from_right else RIGHT
         bases = orthonormal([stack_factors(fixed_factors, group) for group in groups])
         scales = [overflow_scale(basis.shape[2], comm.size) for basis in bases]
         product = "knm,krm->knr" if from_right else "knm,krn->krm"
@@ -252,4 +255,5 @@ def _write(
     mean, own = (write_products(leaves, groups, p, q, at) for p, q in zip(left, right, strict=True))
     for i, whole in zip(rest, means, strict=True):
         mean[i] = whole.astype(leaves[i].dtype)
+    # `own` is typed as different on each worker, as the residual is, also where it is the mean.
     return Reduced(structure.unflatten(mean), comm.varying(structure.unflatten(own)))

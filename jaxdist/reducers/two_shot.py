@@ -133,7 +133,7 @@ class _TwoShot(NamedTuple):
     def messages(self, updates: Updates, state: TwoShotState, comm: Comm, extras: Extras) -> Protocol:
         leaves, tree = jax.tree.flatten(updates)
         likes = vector_likes(leaves)
-        # That of the residual, which hierarchical() makes for whole vectors and not for those of a chip.
+        # Chunks are as long as those of the residual, which hierarchical() makes for whole vectors, not for a chip's.
         multiples = iter([e.multiple for e in state.residuals] or [_multiple(like.size) for like in likes])
         flats = vectors(leaves, padding=lambda size: -size % (comm.size * next(multiples)))
         # Row `j` is the chunk that worker `j` averages.

@@ -24,6 +24,9 @@ SOLVER_RANK = 12
 # Stacks of fewer matrices are unstacked by slices at constant indices.
 MANY = 16
 
+# The sides of a matrix `[n, m]`, whose factors are `[n, r]` and `[m, r]`.
+LEFT, RIGHT = 0, 1
+
 # `(n, m, r)` of a leaf to compress, from its shape; None for one to send whole.
 View = Callable[[Shape], tuple[int, int, int] | None]
 
@@ -62,7 +65,7 @@ def view_of(rank: int, min_compression_rate: float | int) -> View:
 
 
 def draw_factors(like: PyTree[Like], view: View, side: int, key: Array) -> PyTree:
-    """Draws Gaussian factors `[n, r]` (side 0) or `[m, r]` (side 1) for compressed leaves; others get a scalar zero.
+    """Draws Gaussian factors of one side, `[n, r]` or `[m, r]`, for compressed leaves; others get a scalar zero.
 
     The tree is that of the updates, and orbax cannot write arrays without entries: hence the zeros.
     """
@@ -130,11 +133,11 @@ def _stack(matrices: Sequence[Array]) -> Array:
 
 
 def pack_factors(groups: Sequence[MatrixGroup], stacks: Sequence[Array], side: int) -> list[Array]:
-    """Removes the padding of stacked factors; only left ones (side 0), `[k, n, r]`, have any."""
+    """Removes the padding of stacked factors; only left ones, `[k, n, r]`, have any."""
     out = []
     for group, stacked in zip(groups, stacks, strict=True):
         filled = _row_mask(group)
-        if side == 0 and not filled.all():
+        if side == LEFT and not filled.all():
             # Indexing rows is one kernel for a group; slices would be one for each shape.
             rows = stacked.reshape(-1, stacked.shape[2])
             stacked = rows.at[np.flatnonzero(filled).astype(np.int32)].get(mode="promise_in_bounds")
@@ -147,7 +150,7 @@ def unpack_factors(groups: Sequence[MatrixGroup], arrived: Sequence[Array], side
     stacks = []
     for group, array in zip(groups, arrived):
         filled = _row_mask(group)
-        if side == 0 and not filled.all():
+        if side == LEFT and not filled.all():
             # Indices past the end give zeros, the padding.
             indices = np.where(filled, np.cumsum(filled).reshape(filled.shape) - 1, len(array)).astype(np.int32)
             array = array.at[indices].get(mode="fill", fill_value=0)

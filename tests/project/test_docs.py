@@ -19,7 +19,9 @@ from paths import REPOSITORY
 from public_names import (
     contents_for_models,
     documented,
+    list_pages,
     public_names,
+    read_site,
     resolve,
     stability_of,
     summarize,
@@ -240,6 +242,25 @@ def test_the_list_for_language_models_has_links_and_first_sentences():
     assert "- [All](reference/): Every public name of jaxdist" in text
 
 
+def test_the_list_for_language_models_is_that_of_the_pages():
+    found = (ROOT / "docs/llms.txt").read_text()
+    assert found == list_pages(), "run `python docs/public_names.py`"
+    assert "- [First steps](notebooks/first-steps/): This notebook trains on handwritten digits" in found
+
+
+def test_the_site_keeps_to_what_the_successor_of_its_theme_reads():
+    """Zensical ignores hooks and unknown plugins, and says nothing."""
+    site = read_site()
+    assert "hooks" not in site
+    names = [name for entry in site["plugins"] for name in (entry if isinstance(entry, dict) else [entry])]
+    assert names == ["search", "mkdocstrings"]
+    # What the pages need of ours is an extension of Markdown.
+    assert "site_markdown" in site["markdown_extensions"]
+    markdown = pytest.importorskip("markdown", reason="the site is not built here")
+    text = markdown.Markdown(extensions=["site_markdown"]).convert("[report](../../benchmarks/README.md)")
+    assert text == "<p>report</p>"
+
+
 def test_the_table_of_the_reference_has_every_public_name():
     table = tables()
     missing = [
@@ -253,7 +274,6 @@ def test_the_table_of_the_reference_has_every_public_name():
     assert not re.findall(r"^\|[^`\n]*(?:`[^`\n]*`[^`\n]*)*`[^`\n]*\\\|", table, re.MULTILINE)
     page = (ROOT / "docs/reference/index.md").read_text()
     assert "<!-- tables of public names -->" in page
-    assert "docs/public_names.py" in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_what_works_has_every_method_and_calls_no_helper_a_rule():
@@ -309,7 +329,7 @@ def test_each_method_that_works_has_a_sentence():
 @pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="a source distribution has no reports")
 def test_links_of_pages_into_the_repository_lead_to_files():
     found = [
-        (page, match["target"])
+        (page, match[0])
         for page in ROOT.glob("docs/**/*.md")
         for match in LINK.finditer(page.read_text())
         if not (page.parent / match["target"]).exists()
@@ -318,15 +338,16 @@ def test_links_of_pages_into_the_repository_lead_to_files():
 
 
 def test_links_into_the_repository_lead_to_its_host_on_the_site():
-    text = "[why](../faq.md), [report](../../benchmarks/reports/x.md), [`all`](../../benchmarks)"
+    text = "[why](../faq.md), [report](../../docs/faq.md), [`all`](../../examples), [gone](../../benchmarks/gone.md)"
     host = "https://example.org/team/jaxdist"
-    assert with_links(text, "how-to/page.md", host) == (
-        f"[why](../faq.md), [report]({host}/blob/main/benchmarks/reports/x.md), [`all`]({host}/tree/main/benchmarks)"
+    assert with_links(text, host) == (
+        f"[why](../faq.md), [report]({host}/blob/main/docs/faq.md), [`all`]({host}/tree/main/examples), "
+        "[gone](../../benchmarks/gone.md)"
     )
-    assert with_links(text, "how-to/page.md", "") == "[why](../faq.md), report, `all`"
+    assert with_links(text, "") == "[why](../faq.md), report, `all`, [gone](../../benchmarks/gone.md)"
     button = "[Source](../README.md){ .md-button }"
-    assert with_links(button, "index.md", host) == f"[Source]({host}/blob/main/README.md){{ .md-button }}"
-    assert with_links(button, "index.md", "") == ""
+    assert with_links(button, host, "v0.1.0") == f"[Source]({host}/blob/v0.1.0/README.md){{ .md-button }}"
+    assert with_links(button, "") == ""
 
 
 def test_every_reference_entry_has_a_docstring():

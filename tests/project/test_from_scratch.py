@@ -98,9 +98,9 @@ def test_each_is_linked(name):
     modules = [path.read_text() for path in (REPOSITORY / "jaxdist").rglob("*.py")]
     pages = [path.read_text() for path in (REPOSITORY / "docs").rglob("*.md")]
     assert any(f"`examples/from_scratch/{name}.py`" in text for text in modules)
-    assert f"| `{name}.py` |" in (REPOSITORY / "docs/examples.md").read_text()
-    family = "examples/from_scratch`" if "diloco" in name else f"examples/from_scratch/{name}.py`"
-    assert any(f"`{family}" in text and "examples.md#from-scratch" in text for text in pages)
+    assert f"| [`{name}.py`](../examples/from_scratch/{name}.py) |" in (REPOSITORY / "docs/examples.md").read_text()
+    link = f"](../../examples/from_scratch/{name}.py)"
+    assert any(link in text and "examples.md#from-scratch" in text for text in pages)
 
 
 def test_power_sgd():

@@ -39,11 +39,13 @@ SEARCHES = {
 # Pages with figures, tabs, tables and long code.
 LOOKED_AT = (
     *("", "all-of-jaxdist/", "how-to/how-to-choose-a-reducer/", "how-to/use-flax/", "reference/", "what-works/"),
-    *("papers/", "explanation/glossary/", "explanation/measurements/", "reference/errors/"),
+    *("papers/", "explanation/glossary/", "explanation/measurements/", "reference/errors/", "board/"),
+    *("notebooks/first-steps/", "how-to/islands-over-a-bucket/", "how-to/train-on-spot-machines/"),
 )
 SCROLLING_CODE = """[...document.querySelectorAll('article pre > code')]
     .filter(code => code.offsetParent && code.scrollWidth > code.clientWidth).map(code => code.innerText)"""
-
+SCROLLING_TABLES = """[...document.querySelectorAll('article .md-typeset__scrollwrap')]
+    .filter(table => table.offsetParent && table.scrollWidth > table.clientWidth).map(table => table.innerText)"""
 BROKEN_IMAGES = """[...document.images]
     .filter(image => image.offsetParent && !image.naturalWidth).map(image => image.src)"""
 
@@ -53,7 +55,7 @@ def site(tmp_path_factory) -> Path:
     """The site, built once and strictly, with the links to its repository that it is published with."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    settings = {"NO_MKDOCS_2_WARNING": "1", "JAXDIST_REPOSITORY": GITHUB}
+    settings = {"NO_MKDOCS_2_WARNING": "1", "JAXDIST_REPOSITORY": GITHUB, "PYTHONPATH": str(REPOSITORY / "docs")}
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=900, env=os.environ | settings)
     return folder
 
@@ -126,12 +128,10 @@ def test_pages_are_drawn_without_complaints(address, browser, width, phone, dark
         assert browser.evaluate("document.body.dataset.mdColorScheme") == ("slate" if dark else "default")
         assert not browser.complaints, name
         assert browser.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0, name
-        broken = (
-            "[...document.images].filter(image => image.offsetParent && !image.naturalWidth).map(image => image.src)"
-        )
-        assert browser.evaluate(broken) == [], name
+        assert browser.evaluate(BROKEN_IMAGES) == [], name
         if not phone:
             assert browser.evaluate(SCROLLING_CODE) == [], name
+            assert browser.evaluate(SCROLLING_TABLES) == [], name
         pixels = plt.imread(io.BytesIO(browser.screenshot()))[..., :3]
         assert pixels.shape[:2] == (900, width)
         assert len(np.unique(np.round(pixels.reshape(-1, 3), 1), axis=0)) > 10, f"{name} is blank"
