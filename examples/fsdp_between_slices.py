@@ -21,7 +21,8 @@ jd.runtime.use_cpu_devices(8)  # without effect where there are GPUs or TPUs
 mesh = jax.make_mesh((2, 2, 2), ("dcn", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
 jax.set_mesh(mesh)
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, STEPS = 2, 64, 4, 32, 32, 20
-TEXT = np.fromfile(typing.__file__, np.uint8)
+TEXT = np.fromfile(typing.__file__, np.uint8).astype(np.int32)
+STARTS = np.random.default_rng(0).integers(0, len(TEXT) - CONTEXT, (STEPS, BATCH, 1))
 SHAPES = {"down": (4 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 4 * WIDTH)}
 SHAPES = {"embed": (256, WIDTH)} | {name: (LAYERS, *shape) for name, shape in SHAPES.items()}
 ROWS, COLUMNS = P(None, "model", "fsdp"), P(None, "fsdp", "model")
@@ -63,27 +64,21 @@ def train(name, first, value_and_grad):
         return (optax.apply_updates(params, updates), opt_state), loss
 
     state = jd.init_state(lambda: (init_params(), tx.init(init_params())), mesh, axis="dcn", specs=SPECS)
-    step, rng, losses = jax.jit(train_step, donate_argnums=0), np.random.default_rng(0), []
-    starts = [rng.integers(0, len(TEXT) - CONTEXT, (BATCH, 1)) for _ in range(STEPS)]
-    batches = [jax.device_put(TEXT[i + np.arange(CONTEXT + 1)].astype(np.int32), P(("dcn", "fsdp"))) for i in starts]
-    sent = jd.analysis.collectives(step.lower(state, batches[0]))
-    for batch in batches:
+    step, losses = jax.jit(train_step, donate_argnums=0), []
+    for starts in STARTS:
+        batch = jax.device_put(TEXT[starts + np.arange(CONTEXT + 1)], P(("dcn", "fsdp")))
         state, loss = step(state, batch)
         losses.append(float(loss))
+    sent = jd.analysis.collectives(step.lower(state, batch))
     between = sent.across(mesh, "dcn").wire_bytes
     sizes = f"{between:,.0f} bytes between slices, {sent.wire_bytes - between:,.0f} inside"
     print(f"{name:9} loss {losses[0]:.3f} to {losses[-1]:.3f}; {sizes}")
     return between
 
 
-def main():
-    train("JAX alone", optax.identity(), jax.value_and_grad)
-    sent = []
-    for name, reducer in {"exact": jd.exact(), "PowerSGD": jd.error_feedback(jd.power_sgd(rank=4))}.items():
-        first = jd.all_reduce(reducer, axis="dcn", specs=SPECS)  # +
-        sent += [train(name, first, lambda loss: jd.transforms.per_worker_value_and_grad(loss, axis="dcn"))]  # +
-    print(f"PowerSGD sends {sent[0] / sent[1]:.1f} times fewer bytes between slices than exact")
-
-
-if __name__ == "__main__":
-    main()
+train("JAX alone", optax.identity(), jax.value_and_grad)
+sent = []
+for name, reducer in {"exact": jd.exact(), "PowerSGD": jd.error_feedback(jd.power_sgd(rank=4))}.items():
+    first = jd.all_reduce(reducer, axis="dcn", specs=SPECS)  # +
+    sent += [train(name, first, lambda loss: jd.transforms.per_worker_value_and_grad(loss, axis="dcn"))]  # +
+print(f"PowerSGD sends {sent[0] / sent[1]:.1f} times fewer bytes between slices than exact")
