@@ -436,12 +436,14 @@ def advise(
     has_room = devices > 1 or device.get("parameters", 0) < chip.memory
     if offload is None and has_room and device.get("optimizer state", 0) > 0.05 * chip.memory:
         lines.append("--offload host keeps the optimizer state in host memory, --offload nvme on a disk")
-    if can_shard and is_large and not method.stage and devices <= LARGEST_HOST:
+    if can_shard and is_large and not (method.stage and devices > 1) and devices <= LARGEST_HOST:
+        # A stage of ZeRO shards nothing on a single device, and would be refused.
+        leave = " instead of --zero" if method.stage else ""
         lines.append(
-            "--offload host_layers (offload.host_layers) keeps parameters and gradients in host memory too, with three "
-            "layers on the device at a time"
+            f"--offload host_layers{leave} (offload.host_layers) keeps parameters and gradients in host memory too, "
+            "with three layers on the device at a time"
         )
-        lines.append("--offload layers (offload.nvme_layers) keeps all of these on the disk of one machine")
+        lines.append(f"--offload layers{leave} (offload.nvme_layers) keeps all of these on the disk of one machine")
     if device.get("temporaries", 0) > state:
         more = ", or more devices" if devices > 1 else ", or a shorter context (--model gpt:1b,context=1024)"
         lines.append(f"temporaries are the larger part: fewer examples on each device (--batch){more}")

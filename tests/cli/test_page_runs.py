@@ -12,6 +12,9 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+from buckets import request as send_request
+from buckets import s3_server
+from namespaces import inside, two_namespaces
 from page_commands import commands, scripts
 from paths import REPOSITORY
 from readers_modules import readers_environment
@@ -145,19 +148,30 @@ RUN = {
     "benchmarks/local warm_start --steps 1024 --warm 0 256 --seeds 0 --workers 8 --methods synchronous "
     "diloco:32,0.7,0.5 diloco_rda:32,0.7,0.5 diloco_late:32,0.7,0.5 diloco_eager:32,0.7,0.5": "--steps 256 --warm 0 32",
 }
-BUCKET, SCHEDULER, MACHINES = "a bucket", "a scheduler", "a second machine"
+RUN |= {
+    # Under `srun`, for which our launcher stands.
+    "advise --losses runs/compare/log.jsonl": "",
+    "examples/train_gpt.py /shared/run --size 125m --data text.txt --steps 20000": "--size tiny --steps 4",
+    "examples/train_gpt.py /shared/run --size 125m --data text.txt --steps 20000 --method diloco --pods 2 "
+    "--sync-period 50": "--size tiny --steps 4 --sync-period 2",
+    # With a server of this machine.
+    "islands s3://islands/run-7 --store endpoint=http://10.0.0.7:9000,region=us-east-1,profile=lab": (
+        "--store endpoint=ENDPOINT,region=us-east-1,allow_http=true"
+    ),
+    "publish s3://bucket/policy": "",
+    "publish s3://bucket/policy --last 100 --verify": "",
+    "publish s3://bucket/policy --keep 1000 --older 7": "",
+    "train --sync diloco:H=100 --islands s3://bucket/run-7 --name eu-1": f"--sync diloco:H=2 --steps 4 {TEXT}",
+    "train --sync diloco:H=50 --reducer ef:qsgd:4 --islands s3://bucket/run-7 --name eu-1 --begin-with 2": (
+        f"--sync diloco:H=2 --steps 4 {TEXT} --begin-with 1"
+    ),
+}
 EXAMPLE, RESULT = "runs in tests/project/test_examples.py", "adds a row to the files of the repository"
+MACHINES = "runs in two network namespaces below"
 ELSEWHERE = {
-    "advise --losses runs/compare/log.jsonl": SCHEDULER,
-    "islands s3://islands/run-7 --store endpoint=http://10.0.0.7:9000,region=us-east-1,profile=lab": BUCKET,
     "launch --nodes 2 --node 0 --address 10.0.0.1:29400 --restarts 10 train.py": MACHINES,
     "launch --nodes 2 --node 0 --address 10.0.0.1:29400 train.py": MACHINES,
     "launch --nodes 2 --node 1 --address 10.0.0.1:29400 --restarts 10 train.py": MACHINES,
-    "publish s3://bucket/policy": BUCKET,
-    "publish s3://bucket/policy --last 100 --verify": BUCKET,
-    "publish s3://bucket/policy --keep 1000 --older 7": BUCKET,
-    "train --sync diloco:H=100 --islands s3://bucket/run-7 --name eu-1": BUCKET,
-    "train --sync diloco:H=50 --reducer ef:qsgd:4 --islands s3://bucket/run-7 --name eu-1 --begin-with 2": BUCKET,
     "benchmarks/race board my_method:make --title 'My method' --by 'A. Person'": RESULT,
     "examples/follow_weights.py": EXAMPLE,
     "examples/fsdp_between_slices.py": EXAMPLE,
@@ -165,11 +179,14 @@ ELSEWHERE = {
     "examples/tensor_parallel.py": EXAMPLE,
     "examples/train_gpt.py": EXAMPLE,
     "examples/train_gpt.py --size 125m --plan": EXAMPLE,
-    "examples/train_gpt.py /shared/run --size 125m --data text.txt --steps 20000": SCHEDULER,
-    "examples/train_gpt.py /shared/run --size 125m --data text.txt --steps 20000 --method diloco --pods 2 "
-    "--sync-period 50": SCHEDULER,
     "examples/train_gpt.py runs/a --method islands --store /tmp/run --name a": EXAMPLE,
     "examples/train_gpt.py runs/b --method islands --store /tmp/run --name b": EXAMPLE,
+}
+# The processes of a scheduler.
+LAUNCH = "launch -n 2 "
+UNDER = {
+    "advise --losses runs/compare/log.jsonl": f"{LAUNCH}-m jaxdist._cli ",
+    **{command: LAUNCH for command in RUN if command.startswith("examples/train_gpt.py /shared/run")},
 }
 # What a command needs that not everyone installs, by a pattern of the command.
 NEEDS = {
@@ -177,12 +194,27 @@ NEEDS = {
     r"plan .*(h100:|h200:|rtx4090:|--memory)": "jax_plugins.xla_cuda13",
     r"tune ": "optuna",
     r"train --engine ray": "ray",
+    r".*s3://": "moto.server",
+    r"examples/train_gpt.py": "grain",
 }
 # The command of the same page whose files another one reads, and those that end with 1, for what does not fit.
+COMPARED = "compare --reducers exact ef:power_sgd:4 diloco:H=20,warmup_steps=40 --link 1gbit"
 AFTER = {
-    "advise --link 100mbit,20ms --losses runs/compare/log.jsonl": "compare --reducers exact ef:power_sgd:4 "
-    "diloco:H=20,warmup_steps=40 --link 1gbit"
+    "advise --link 100mbit,20ms --losses runs/compare/log.jsonl": COMPARED,
+    "advise --losses runs/compare/log.jsonl": COMPARED,
 }
+# A run and weights that are in the buckets of the pages, for the commands that show them.
+IN_BUCKETS = """
+import jax.numpy as jnp
+import optax
+import jaxdist as jd
+
+with jd.publish.open("s3://bucket/policy") as publisher:
+    publisher.put({"w": jnp.ones(64)}, step=1)
+tx = jd.local_sgd.diloco(optax.sgd(0.1), sync_period=1, axis=None)
+with jd.islands.join("s3://islands/run-7", tx, name="eu-1") as island:
+    island.enter({"params": jnp.ones(64), "opt_state": tx.init(jnp.ones(64))})
+"""
 DOES_NOT_FIT = {
     "plan --memory 32GB --flops 210e12 --bandwidth 1.8TB/s --model gpt:3b",
     "plan --target h100:1x1 --model gpt:7b --offload host",
@@ -220,7 +252,8 @@ def folder(tmp_path):
         path.write_text(next((block for block in blocks if block.startswith(f"# {name}\n")), blocks[0]))
     (tmp_path / "seconds.json").write_text(json.dumps([[0.1, 0.2, 0.15]] * 16))
     (tmp_path / "my-notes").mkdir()
-    (tmp_path / "my-notes/notes.txt").write_text((REPOSITORY / "docs/faq.md").read_text())
+    for name in ("my-notes/notes.txt", "text.txt"):
+        (tmp_path / name).write_text((REPOSITORY / "docs/faq.md").read_text())
     return tmp_path
 
 
@@ -233,11 +266,29 @@ def environment(tmp_path_factory):
     return readers_environment() | {"PYTHONPATH": path} | cache
 
 
+@pytest.fixture
+def buckets(folder, environment):
+    """The environment of a reader whose buckets, those of the pages, are on a server of this machine."""
+    with s3_server() as url:
+        send_request(f"{url}/bucket", "PUT")
+        keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+        found = environment | keys | {"AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
+        subprocess.run([sys.executable, "-c", IN_BUCKETS], check=True, cwd=folder, env=found, timeout=600)
+        yield found
+
+
+def words_of(command):
+    """The words of a command of the library, after `python`."""
+    words = shlex.split(f"{UNDER.get(command, '')}{command} {RUN.get(command, '')}")
+    # A folder that all machines see.
+    words = [word.removeprefix("/") if word == "/shared/run" else word for word in words]
+    words = [str(REPOSITORY / word) if re.match(r"(examples|benchmarks)/", word) else word for word in words]
+    return words if words[0].startswith(str(REPOSITORY)) else ["-m", "jaxdist._cli", *words]
+
+
 def run(command, folder, environment):
     """Runs a command, shortened; returns its exit code and output."""
-    words = [*shlex.split(command), *shlex.split(RUN[command])]
-    script = words[0].startswith("benchmarks/")
-    words = [str(REPOSITORY / words[0]), *words[1:]] if script else ["-m", "jaxdist._cli", *words]
+    words = [word.replace("ENDPOINT", environment.get("AWS_ENDPOINT_URL", "")) for word in words_of(command)]
     options = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 1200}
     done = subprocess.run([sys.executable, *words], check=False, **options)
     return done.returncode, done.stdout + done.stderr
@@ -253,11 +304,38 @@ def is_installed(module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUN, ids=list(RUN))
-def test_a_command_of_a_page_runs(command, folder, environment):
+def test_a_command_of_a_page_runs(command, folder, environment, request):
     for module in (module for pattern, module in NEEDS.items() if re.match(pattern, command)):
         if not is_installed(module):
             pytest.skip(f"{module} is not installed")
+    environment = request.getfixturevalue("buckets") if "s3://" in command else environment
     for part in (AFTER[command], command) if command in AFTER else (command,):
         code, printed = run(part, folder, environment)
         assert code == (part in DOES_NOT_FIT), printed[-3000:]
         assert "Traceback" not in printed
+
+
+@pytest.fixture
+def machines():
+    """Two machines, of which the first has the address of the pages."""
+    with two_namespaces("10.0.0") as names:
+        yield names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [name for name, reason in ELSEWHERE.items() if reason == MACHINES and "--node 0" in name]
+)
+def test_a_command_for_two_machines_runs_on_both(command, folder, environment, machines):
+    started = []
+    for node, name in enumerate(machines):
+        there = [*inside(name), sys.executable, *words_of(command.replace("--node 0", f"--node {node}"))]
+        options = {"cwd": folder, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        started.append(subprocess.Popen(there, text=True, **options))
+    try:
+        printed = [one.communicate(timeout=600)[0] for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    assert [one.returncode for one in started] == [0, 0], printed
+    assert "[0] step 2: loss" in printed[0]

@@ -309,6 +309,11 @@ def test_advice_for_one_device_is_something_that_it_can_do():
     assert any("nvme_layers" in line for line in lines)
     small = planning.advise(device, cost.CHIPS["rtx4090"], method, None, False, devices=1)
     assert [line.split(" ")[1] for line in small] == ["host_layers", "layers"]
+    # ZeRO shards nothing there, whatever was asked for.
+    for stage in (1, 3):
+        zero = parse.parse_method(f"zero:{stage}", "adam:1e-3")
+        lines = planning.advise(device, chip, zero, one_worker.Offload(), False, devices=1)
+        assert [line[:32] for line in lines] == ["--offload host_layers instead of", "--offload layers instead of --ze"]
     assert "--zero 1" in planning.advise(device, chip, method, None, False, devices=64)[0]
     assert not any("layers" in line for line in planning.advise(device, chip, method, None, False, devices=64))
 
