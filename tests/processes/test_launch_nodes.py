@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 
 import pytest
 from launched import SCRIPT, gone, wait_for
+from namespaces import inside, two_namespaces
 
 from jaxdist.processes import MissingProcessError, PortError
 from jaxdist.processes.launch import job, launch, nodes
@@ -314,33 +314,14 @@ def test_jax_on_two_nodes_of_this_machine(tmp_path, address):
 @pytest.fixture
 def namespaces():
     """Two network namespaces, of which each has an address on a link to the other; without root there are none."""
-    names = [f"jaxdist-{uuid.uuid4().hex[:8]}" for _ in range(2)]
-
-    def run(*command: str) -> None:
-        subprocess.run(["ip", *command], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            run("netns", "add", name)
-            run("-n", name, "link", "set", "lo", "up")
-        run("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            run("-n", name, "addr", "add", f"10.83.0.{number}/24", "dev", "eth0")
-            run("-n", name, "link", "set", "eth0", "up")
-    except (OSError, subprocess.CalledProcessError) as refused:
-        pytest.skip(f"network namespaces cannot be made here: {refused}")
-    else:
+    with two_namespaces("10.83.0") as names:
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 @pytest.mark.slow
 def test_jax_between_two_network_namespaces(tmp_path, namespaces):
     """The name of the machine leads to neither address of the link, so gloo has to be told."""
-    prefixes = [["ip", "netns", "exec", name] for name in namespaces]
-    for node, (code, out, err) in enumerate(train(tmp_path, "10.83.0.1:29400", prefixes)):
+    for node, (code, out, err) in enumerate(train(tmp_path, "10.83.0.1:29400", [*map(inside, namespaces)])):
         assert code == 0, err
         assert f"[{node}] checked 2 10.83.0.{node + 1}\n" in out
         assert "process 1 on node 1 was killed by SIGKILL" in err
