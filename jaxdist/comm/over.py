@@ -239,7 +239,7 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
         return combine_rows(_mesh_all_to_all(axes, x), mean=True)
 
     def scatter(x):
-        return lax.psum_scatter(x * jnp.asarray(1 / size, x.dtype), axes, scatter_dimension=0)
+        return _scatter_rows(x * jnp.asarray(1 / size, x.dtype), axes)
 
     def exchange_tiles(x):
         # XLA:TPU makes an all-reduce of a reduce-scatter of float16. In whole tiles, since the rows of `[W, n]` are
@@ -257,7 +257,7 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
         # dimensions the first, the last being 128: other forms became all-reduces, or megabytes of program.
         while sizes:
             rows = jnp.moveaxis(rows.reshape(*sizes, -1), len(sizes) - 1, 0).reshape(sizes.pop(), -1, 128)
-            rows = lax.psum_scatter(rows, axes[len(sizes)], scatter_dimension=0)
+            rows = _scatter_rows(rows, axes[len(sizes)])
         return rows.ravel()[: x[0].size].reshape(x.shape[1:])
 
     return lax.platform_dependent(
@@ -266,6 +266,12 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
         tpu=scatter_tiles if x[0].size >= _tile(x) else scatter,
         default=scatter,
     )
+
+
+def _scatter_rows(rows: Array, axes: AxisNames) -> Array:
+    """`[W, ...] -> [...]`: this worker's row of the sum over workers."""
+    # Without `tiled` jax 0.12 refuses meshes whose other axes are Explicit: it keeps the spec of the dimension.
+    return lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True)[0]
 
 
 def _mesh_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:

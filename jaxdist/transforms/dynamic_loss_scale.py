@@ -10,6 +10,8 @@ from .._core.checks import check_count, check_range
 from .._core.dtypes import explain_dtype, widen, working_dtype
 from .._core.trees import leaf_name
 from .._core.types import Array, AxisNames, Float, Int, PyTree, State
+from ..state.marks import axis_tuple
+from .in_plain_jit import take_terms
 from .skip_nonfinite import skip_nonfinite
 
 
@@ -89,7 +91,8 @@ def dynamic_loss_scale(
 
     def update_fn(updates, state, params=None, **extra_args):
         # Cast first: g / S underflows in float16.
-        unscaled = jax.tree.map(lambda g: g.astype(working_dtype(g.dtype)) / state.scale, updates)
+        own = take_terms(axis_tuple(axis), updates)
+        unscaled = jax.tree.map(lambda g: g.astype(working_dtype(g.dtype)) / state.scale, own)
         inner: Any
         updates, inner = guarded.update(unscaled, state.inner, params, **extra_args)
         skipped = inner.skipped != state.inner.skipped

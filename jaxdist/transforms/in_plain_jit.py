@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -22,7 +23,10 @@ from .local_value_and_grad import local_value_and_grad
 from .weights import weight_of_leaves
 
 PAGE = "docs/how-to/keep-your-shardings.md"
+# The axes of the workers over which functions are being mapped, the outermost first.
+_MAPPED: ContextVar[tuple[tuple[str, ...], ...]] = ContextVar("_MAPPED", default=())
 WEIGHTS = ("active", "examples")
+NO_ACCUMULATION = "pass micro_batches= to per_worker_value_and_grad in place of accumulate, which opens a map"
 
 
 def per_worker_value_and_grad(
@@ -76,30 +80,68 @@ def per_worker_value_and_grad(
     inner = local_value_and_grad(loss, axis=None, has_aux=has_aux, micro_batches=micro_batches, weights=weights)
 
     def value_and_grad(params: PyTree, batch: PyTree, *rest: Any) -> tuple[Any, Any]:
-        mesh = _mesh_of_workers(names)
-        count = math.prod(mesh.shape[name] for name in names)
-        rows = jax.tree_util.tree_map_with_path(functools.partial(_split_rows, mesh, names, count), batch)
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        # On Explicit axes the types of the mapped arrays say it.
-        is_auto = any(kinds[name] == AxisType.Auto for name in names)
-        mapped = jax.vmap(
-            inner, in_axes=(None, 0, *[None] * len(rest)), spmd_axis_name=spec_entry(names) if is_auto else None
-        )
+        rows = split_rows(names, batch)
+        is_auto = _has_auto(names)
         # JAX refuses to map over an axis that shards what is not mapped, on Explicit axes.
         params = params if is_auto else jax.tree.map(functools.partial(_gather, names), params)
-        try:
-            out, gradients = mapped(params, rows, *rest)
-        except Exception as error:  # on Explicit axes JAX's own class, which is no ValueError
-            if "spmd_axis_name" in str(error) or "duplicate entries" in str(error):
-                raise ValueError(
-                    f"a sharding constraint in the loss names axis {spec_entry(names)!r}, along which each worker has "
-                    f"a loss of its own: leave it out, P('fsdp') in place of P(({names[0]!r}, 'fsdp'))"
-                ) from error
-            raise
+        mapped = vmap_workers(inner, names, (None, 0, *[None] * len(rest)), what="the loss")
+        out, gradients = mapped(params, rows, *rest)
         gradients = jax.tree.map(functools.partial(_keep_apart, names, is_auto), gradients)
-        return jax.tree.map(_merge, out), jax.tree.map(lambda g: PerWorker(g, axis=names), gradients)
+        return jax.tree.map(merge_workers, out), jax.tree.map(lambda g: PerWorker(g, axis=names), gradients)
 
     return value_and_grad
+
+
+def split_rows(names: Sequence[str], batch: PyTree, *, what: str = "batch") -> PyTree:
+    """`[B, ...] -> [W, B/W, ...]` for each array of a batch, sharded over the workers along the first dimension.
+
+    Raises:
+      ValueError: there is no mesh with the axes of the workers; they are mapped already; the batch does not divide.
+    """
+    mesh = _mesh_of_workers(names)
+    count = math.prod(mesh.shape[name] for name in names)
+    return jax.tree_util.tree_map_with_path(functools.partial(_split_rows, mesh, names, count, what), batch)
+
+
+def vmap_workers(f: Callable[..., Any], names: Sequence[str], in_axes: Any, *, what: str) -> Callable[..., Any]:
+    """`jax.vmap` of a function over the workers of a plain jit, so that its constraints are those over other axes.
+
+    `what` is the name of the function in the error about a constraint over the workers.
+    """
+    axis = spec_entry(tuple(names))
+    # On Explicit axes the types of the mapped arrays say it.
+    mapped = jax.vmap(f, in_axes=in_axes, spmd_axis_name=axis if _has_auto(names) else None)
+
+    def call(*args: Any) -> Any:
+        token = _MAPPED.set((*_MAPPED.get(), tuple(names)))
+        try:
+            return mapped(*args)
+        except Exception as error:  # on Explicit axes JAX's own class, which is no ValueError
+            if "spmd_axis_name" in str(error) or "duplicate entries" in str(error):
+                others = jax.sharding.get_abstract_mesh().axis_names
+                inside = "".join(others[others.index(names[-1]) + 1 :][:1])
+                instead = f", P({inside!r}) in place of P(({names[0]!r}, {inside!r}))" if inside else ""
+                raise ValueError(
+                    f"a sharding constraint in {what} names axis {axis!r}, along which each worker has rows of its "
+                    f"own: leave it out{instead}"
+                ) from error
+            raise
+        finally:
+            _MAPPED.reset(token)
+
+    return call
+
+
+def mapped_workers() -> tuple[tuple[str, ...], ...]:
+    """The axes of each `vmap_workers` around what is being traced, the outermost first."""
+    return _MAPPED.get()
+
+
+def _has_auto(names: Sequence[str]) -> bool:
+    """Whether the compiler shards along one of the axes by itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return any(kinds[name] == AxisType.Auto for name in names)
 
 
 def _mesh_of_workers(names: Sequence[str]) -> AbstractMesh:
@@ -118,11 +160,10 @@ def _mesh_of_workers(names: Sequence[str]) -> AbstractMesh:
     return mesh
 
 
-def _split_rows(mesh: AbstractMesh, names: Sequence[str], count: int, path: Any, x: Array) -> Array:
-    """`[B, ...] -> [W, B/W, ...]`, sharded over the workers along the first dimension."""
+def _split_rows(mesh: AbstractMesh, names: Sequence[str], count: int, what: str, path: Any, x: Array) -> Array:
     if x.ndim == 0 or x.shape[0] % count:
         raise ValueError(
-            f"batch{jax.tree_util.keystr(path)} of shape {tuple(x.shape)} does not divide among {count} workers along "
+            f"{what}{jax.tree_util.keystr(path)} of shape {tuple(x.shape)} does not divide among {count} workers along "
             "its first dimension"
         )
     shape = (count, x.shape[0] // count, *x.shape[1:])
@@ -148,7 +189,8 @@ def _keep_apart(names: Sequence[str], is_auto: bool, gradient: Array) -> Array:
     return lax.with_sharding_constraint(gradient, PartitionSpec(spec_entry(tuple(names)), *free))
 
 
-def _merge(x: Array) -> Array:
+def merge_workers(x: Array) -> Array:
+    """`[W, ...] -> [...]`: the mean of floating numbers of the workers, the sum of integers, whether any is true."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x.any(0) if x.dtype == bool else x.sum(0, dtype=x.dtype)
     return widen(x).mean(0).astype(x.dtype)
@@ -175,12 +217,10 @@ def with_own_map(
                     f"all_reduce(specs=) names axis {spec_entry(names)!r} of the workers, over which parameters are "
                     f"sharded in a plain jit alone, and {_name_first(scattered)}: inside a map each worker has all of "
                     "them. Leave this axis out of the specs there, or use zero.shard(params) with zero_redundancy in "
-                    "place of all_reduce"
+                    f"place of all_reduce; under plain jit {NO_ACCUMULATION}"
                 )
-            updates = jax.tree.map(functools.partial(_own_gradient, names), updates)
-            return tx.update(updates, state, params, **extra_args)
-        if any(is_unreduced(x, names) for x in jax.tree.leaves(updates)):
-            updates = jax.tree_util.tree_map_with_path(functools.partial(_split_sum, names), updates)
+            return tx.update(take_terms(names, updates), state, params, **extra_args)
+        updates = take_terms(names, updates)
         if not any(is_mark(x) for x in jax.tree.leaves(updates, is_leaf=is_mark)):
             raise ValueError(
                 f"the gradients are global arrays of a plain jit, over whose axis {spec_entry(names)!r} jax.grad has "
@@ -197,6 +237,21 @@ def with_own_map(
 def is_unreduced(x: Any, names: Sequence[str]) -> bool:
     """Returns whether the type of an array says that each worker has a term of it."""
     return bool(names) and unreduced_axes(x).issuperset(names)
+
+
+def take_terms(names: Sequence[str], updates: Updates) -> Updates:
+    """The gradients of the workers, where their types say that they are terms of a sum: each worker's own in a map."""
+    if not any(is_unreduced(x, names) for x in jax.tree.leaves(updates)):
+        return updates
+    if is_outside_map(names):
+        return jax.tree_util.tree_map_with_path(functools.partial(_split_sum, tuple(names)), updates)
+    return jax.tree.map(functools.partial(_own_gradient, names), updates)
+
+
+def axes_of_terms(updates: Updates) -> tuple[str, ...]:
+    """The axes over whose workers the types of gradients have terms, in the order of the mesh."""
+    found = frozenset().union(*(unreduced_axes(x) for x in jax.tree.leaves(updates)))
+    return tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in found)
 
 
 def _own_gradient(names: Sequence[str], x: Array) -> Array:
@@ -283,6 +338,8 @@ def map_update(
     }
     # A state that `jax.jit(tx.init)` made, as plain JAX does, lacks the workers' dimension.
     check_placed(state, mesh, names)
+    if scattered is None:
+        _refuse_sharded(names, params)
     view = view_of(state, names)
     specs = jax.tree.structure(state).unflatten(view.specs)
     over_workers = PartitionSpec(spec_entry(names))
@@ -375,6 +432,17 @@ def _weights_of_all(mesh: AbstractMesh, names: tuple[str, ...], name: str, x: An
             f"[{count}], but its shape is {x.shape}: the number of one worker alone is for a step of distribute"
         )
     return jax.reshard(x, PartitionSpec(spec_entry(names))) if AxisType.Explicit in mesh.axis_types else x
+
+
+def _refuse_sharded(names: tuple[str, ...], params: PyTree | None) -> None:
+    """Raises for parameters whose types say that they are sharded over the workers, each of which gets them whole."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        spec = jax.typeof(x).sharding.spec
+        if set(spec_axes(spec)) & set(names):
+            raise ValueError(
+                f"{name_leaf('the parameter', path)} is sharded over axis {spec_entry(names)!r} of the workers, "
+                f"{spec}: pass specs= to all_reduce or zero_redundancy, and {NO_ACCUMULATION}"
+            )
 
 
 def _name_first(scattered: PyTree) -> str:

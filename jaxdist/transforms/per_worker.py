@@ -3,9 +3,9 @@
 import optax
 
 from .._core.types import AxisNames
-from ..state.marks import PerWorker, bind, is_mark, with_value
+from ..state.marks import PerWorker, axis_tuple, bind, is_mark, with_value
 from .extra_args import with_extra_args
-from .in_plain_jit import map_update, workers_outside_map
+from .in_plain_jit import axes_of_terms, map_update, take_terms, workers_outside_map
 from .weights import keep_unused, weight_of_leaves, zero_unless
 
 
@@ -53,6 +53,7 @@ def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> o
     of_one = optax.GradientTransformationExtraArgs(init_fn, update_one)  # pyright: ignore[reportArgumentType]
 
     def update_fn(updates, state, params=None, **extra_args):
+        updates = take_terms(axis_tuple(axis) or axes_of_terms(updates), updates)
         names = workers_outside_map(updates)
         if not names:
             return update_one(updates, state, params, **extra_args)

@@ -16,7 +16,7 @@ from ..state.parameter_specs import spec_axes, without_axes
 from ..wire.buffers import MULTIPLE
 
 
-def scattered_dimensions(specs: PyTree, names: Sequence[str]) -> PyTree:
+def scattered_dimensions(specs: PyTree, names: Sequence[str], *, caller: str = "all_reduce(specs=)") -> PyTree:
     """For each spec the dimension that the workers' axis shards, or -1.
 
     Raises:
@@ -27,7 +27,7 @@ def scattered_dimensions(specs: PyTree, names: Sequence[str]) -> PyTree:
         found = [i for i, part in enumerate(spec) if set(axis_tuple(part)) & set(names)]
         if found and (len(found) > 1 or axis_tuple(spec[found[0]]) != tuple(names)):
             raise ValueError(
-                f"all_reduce(specs=) has {spec} for {name_leaf('the parameter', path)}: axis "
+                f"{caller} has {spec} for {name_leaf('the parameter', path)}: axis "
                 f"{spec_entry(tuple(names))!r} of the workers must shard a dimension by itself; shard another "
                 f"dimension over the other axes, such as P({names[0]!r}, 'model')"
             )

@@ -20,7 +20,7 @@ from ..state.donation import DonationChecks
 from ..state.flax_marks import refuse_shared_variables
 from ..state.marks import axis_tuple, check_batch_usable, check_usable
 from .extra_args import with_extra_args
-from .in_plain_jit import is_outside_map, weights_of_workers
+from .in_plain_jit import is_outside_map, take_terms, weights_of_workers
 from .weights import weight_of_leaves, zero_unless
 
 
@@ -107,6 +107,7 @@ def skip_nonfinite(
 
     def update_fn(updates, state, params=None, **extra_args):
         names, weights = axis_tuple(axis), (extra_args.get("examples"), extra_args.get("active"))
+        updates = take_terms(names, updates)
         # Without examples a mean is 0/0, and is left out wherever workers are averaged.
         if is_outside_map(names):
             # Under plain jit a flag is that of all workers already.

@@ -12,7 +12,7 @@ from .._core.checks import check_range
 from .._core.compat import mixes_loops
 from .._core.hashing import cheap_hash
 from .._core.trees import fold_keys, is_overwritten, map_with_collections
-from .._core.types import Array, AxisNames, Like, PRNGKeyArray, PyTree
+from .._core.types import Array, AxisNames, Like, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.compressor import Compressor, check_compressor
@@ -22,7 +22,8 @@ from ..state.marks import Sharded, axis_tuple, is_mark
 from ..wire.buffers import MULTIPLE
 from ..wire.shards import unshard
 from .checks import check_sharding
-from .shards import decode, encode, gather_payloads
+from .placed_gathered import placed_gathered
+from .shards import check_stateless, decode, encode, gather_payloads, key_of_shards
 
 EXACT = exact()
 
@@ -60,12 +61,14 @@ def gathered(
     reducer: Reducer = EXACT,
     compressor: Compressor | None = None,
     secondary_partition: bool = False,
+    specs: PyTree | None = None,
 ) -> Callable[..., Any]:
     """Makes a layer or model `f(params, *args)` accept sharded parameters, which are whole only while `f` runs.
 
     The forward pass gathers the `Sharded` parameters. The backward pass gathers them again instead of keeping them, and
     its gradient for this worker's shard is the mean over workers, by a reduce-scatter: `local_value_and_grad` of a loss
-    of gathered layers needs no `all_reduce`, except for replicated leaves.
+    of gathered layers needs no `all_reduce`, except for replicated leaves. With `specs`, `jax.value_and_grad` of a
+    plain `jit` is the whole gradient.
 
     *On the wire* for `n` entries in float32: two all-gathers and a reduce-scatter, `3(W-1)/W · 4n` bytes sent; one
     all-gather less without `remat`. With `compressor` a worker sends `bytes(n/W)` of its shard in place of `4n/W`.
@@ -74,23 +77,23 @@ def gathered(
     *State*: none.
 
     Args:
-      f: `f(params, *args)`; it sees whole arrays. `params` is a tree that contains marks, not a mark itself, which a
-        step does not see.
+      f: sees whole arrays. `params` contains marks, and is none itself, which a step does not see.
       axis: the mesh axis of the workers, or several, slow links first.
       remat: compute `f` again in the backward pass; `False` keeps all whole parameters until then.
-      reducer: averages the gradients of sharded parameters, in its reduce-scatter form; it keeps no state between
-        steps, so error feedback is refused.
-      compressor: compresses the parameters; use small blocks, and 8 bits at first: 4 bits hurt small models.
-      secondary_partition: gather over the fast links alone in the backward pass, for two axes. It costs memory for
-        `n/L` entries a layer, with `L` workers on the fast axis.
+      reducer: averages gradients, in its reduce-scatter form; without state, so error feedback is refused.
+      compressor: compresses the parameters; use small blocks, and 8 bits at first.
+      secondary_partition: gather over the fast links alone in the backward pass, for two axes. It costs `n/L`
+        entries a layer, for `L` workers on the fast axis.
+      specs: in place of marks, under plain `jit`: a tree of `PartitionSpec` like `params`, as `P("data", "model")`. `f`
+        gets a worker's rows of each array of its second argument, and returns rows, or numbers, which are averaged.
 
     Returns:
       The function with the same arguments.
 
     Raises:
-      ValueError: the reducer has no reduce-scatter form or keeps state from step to step (at trace time);
-        `secondary_partition` without two axes or without `remat`; parameters are sharded in another way than by
-        `zero.shard`.
+      ValueError: the reducer has no reduce-scatter form, or keeps state (at trace time); `secondary_partition` without
+        two axes, without `remat` or with `specs`; marks are not those of `zero.shard`; `specs` leave the axis out, or
+        have it beside another in a dimension; rows do not divide.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -112,6 +115,12 @@ def gathered(
     form = shards_of(reducer, advice="gathered(..., reducer=exact())")
     if compressor is not None:
         check_compressor(compressor)
+    if specs is not None:
+        if secondary_partition:
+            raise ValueError(
+                "secondary_partition=True is for parameters of zero.shard inside distribute: leave it out, or specs="
+            )
+        return placed_gathered(f, axis=axis, remat=remat, reducer=reducer, compressor=compressor, specs=specs)
     tx = _Gathered(axis, form, compressor, secondary_partition)
 
     def run(params, kept, *args):
@@ -204,7 +213,7 @@ class _Gathered(NamedTuple):
         # No gradient flows through the rounding: `_straight_through` defines it.
         shards = lax.stop_gradient([x.value for x in sharded])
         if self.compressor is not None:
-            shards = encode(self.compressor, shards, [x.shape for x in sharded], _key_of(shards, comm), comm)
+            shards = encode(self.compressor, shards, [x.shape for x in sharded], key_of_shards(shards, comm), comm)
         # hpZ: gather over the slow links now, once for both passes.
         if self.secondary_partition:
             shards = gather_payloads(shards, _levels(comm)[1], agreed=False)
@@ -217,7 +226,7 @@ class _Gathered(NamedTuple):
         if not likes:
             return params
         shards = _shards(params)
-        _check_memory(self.form, shards, likes)
+        check_stateless(self.form, jax.tree.structure(shards).unflatten(likes))
         check_sharding(
             tree.unflatten([x if isinstance(x, Sharded) else None for x in leaves]), over(self.axis), caller="gathered"
         )
@@ -261,16 +270,6 @@ def _shards(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.value if isinstance(x, Sharded) else None, params, is_leaf=is_mark)
 
 
-def _check_memory(form: Reducer, shards: PyTree, likes: Sequence[Like]) -> None:
-    state = jax.eval_shape(form.init, jax.tree.structure(shards).unflatten(likes))
-    if any(map(is_mark, jax.tree.leaves(state, is_leaf=is_mark))):
-        raise ValueError(
-            "the reducer of gathered() runs inside the backward pass and keeps nothing from step to step, but this one "
-            "has error feedback: use it without, two_shot(qsgd(4)), or shard only the state, "
-            "zero_redundancy(reducer=...)"
-        )
-
-
 def _levels(comm: Comm) -> tuple[Comm, Comm]:
     assert comm.inner is not None
     assert comm.outer is not None
@@ -280,11 +279,6 @@ def _levels(comm: Comm) -> tuple[Comm, Comm]:
 def _by_worker(x: Array) -> Array:
     """`[L, P, ...]`, gathered over pods first and then over chips -> `[W, ...]`, in which the chip varies fastest."""
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-
-
-def _key_of(shards: Sequence[Array], comm: Comm) -> PRNGKeyArray:
-    """A key that depends on the parameters: other parameters get other draws, equal ones the same draws again."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), cheap_hash(shards)), comm.index)
 
 
 class _Scan(NamedTuple):

@@ -75,7 +75,7 @@ class _PlacedZero(NamedTuple):
             means, reduced = self.averaged.update(updates, given, params, **weights, **extra_args)
             specs = expand_specs(self.specs, means)
             # u, s = inner(g, s, θ_shard). The constraints keep the compiler from updating whole arrays everywhere.
-            optimized = state.master if self.master_dtype is not None else jax.tree.map(_place, params, specs)
+            optimized = state.master if self.master_dtype is not None else jax.tree.map(place_as, params, specs)
             means = jax.tree.map(lambda x, p: x.astype(p.dtype), means, optimized)
             steps, inner = self.inner.update(means, state.inner, optimized, **extra_args)
             weight = weights_of_workers(names, updates, examples, active)
@@ -84,16 +84,16 @@ class _PlacedZero(NamedTuple):
                 used = (weight > 0).any(0)
                 inner = keep_unused(used, inner, state.inner, self.inner.init, optimized)
                 steps = zero_unless(used, steps)
-            steps = jax.tree.map(_place, steps, specs)
+            steps = jax.tree.map(place_as, steps, specs)
             # updates = all_gather(u), unless the parameters are sharded as the state is.
             places = specs if self.stage == 3 else jax.tree.map(lambda spec: without_axes(spec, names), specs)
             if self.master_dtype is None:
-                out, master = jax.tree.map(_place, steps, places), state.master
+                out, master = jax.tree.map(place_as, steps, places), state.master
             else:
                 master = jax.tree.map(jnp.add, state.master, steps)
                 # Only the rounded parameters are sent.
                 out = jax.tree.map(
-                    lambda m, p, spec: difference(_place(m.astype(p.dtype), spec), p), master, params, places
+                    lambda m, p, spec: difference(place_as(m.astype(p.dtype), spec), p), master, params, places
                 )
         return out, ZeroState(inner, master, reduced.empty, reduced.reducer, ())
 
@@ -124,7 +124,7 @@ def placed_zero(
     return optax.GradientTransformationExtraArgs(method.init, method.update)
 
 
-def _place(x: Array, spec: PartitionSpec) -> Array:
+def place_as(x: Array, spec: PartitionSpec) -> Array:
     """The same array, sharded like this: on Explicit axes a type, on others a constraint of the compiler."""
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         return jax.reshard(x, spec)

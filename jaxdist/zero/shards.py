@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.dtypes import working_dtype
+from .._core.hashing import cheap_hash
 from .._core.trees import fold_keys, next_count, select_leaves
 from .._core.types import Array, AxisNames, Flag, Like, Payload, PRNGKeyArray, PyTree, Shape, State, Updates
 from ..comm.base import Comm
@@ -120,6 +121,22 @@ def decode(
         decoded = code.decode_rows(payload, stack) if of_all else code.decode_stack(payload, stack)
         leaves |= {i: decoded[..., k, :] for k, i in enumerate(members)}
     return [leaves[i] for i in range(len(shards))]
+
+
+def key_of_shards(shards: Sequence[Array], comm: Comm) -> PRNGKeyArray:
+    """A key that depends on the parameters: other parameters get other draws, equal ones the same draws again."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), cheap_hash(shards)), comm.index)
+
+
+def check_stateless(form: Reducer, like: PyTree[Like]) -> None:
+    """Raises ValueError for a reducer that keeps arrays from step to step."""
+    state = jax.eval_shape(form.init, like)
+    if any(map(is_mark, jax.tree.leaves(state, is_leaf=is_mark))):
+        raise ValueError(
+            "the reducer of gathered() runs inside the backward pass and keeps nothing from step to step, but this one "
+            "has error feedback: use it without, two_shot(qsgd(4)), or shard only the state, "
+            "zero_redundancy(reducer=...)"
+        )
 
 
 class StateCodec(NamedTuple):

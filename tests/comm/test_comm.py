@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
+from jax.sharding import AxisType
 
 import jaxdist as jd
 from jaxdist._core.compat import varying_axes
@@ -238,6 +239,24 @@ def test_dtypes_that_cannot_be_sent_are_named(mesh, dtype, functions, message):
             jax.eval_shape(jax.vmap(one, axis_name="data"), x)
         with pytest.raises(TypeError, match=message):
             jax.eval_shape(jax.shard_map(lambda x, f=one: f(x[0]), mesh=mesh, in_specs=P("data"), out_specs=P()), x)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_further_axis_of_the_mesh_may_be_of_either_kind(kind):
+    """The sum of a reduce-scatter, and its gradient, beside an axis that is not mapped."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    x = np.arange(4 * 4 * 6, dtype=np.float32).reshape(4, 4, 6)
+
+    def one(x):
+        return over("data").reduce_scatter_mean(x[0])[None]
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(one, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        placed = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+        found = jax.jit(mapped)(placed)
+        gradient = jax.jit(jax.grad(lambda x: jnp.sum(mapped(x) ** 2)))(placed)
+    np.testing.assert_allclose(found, x.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(gradient, np.broadcast_to(x.mean(0) / 2, x.shape), rtol=1e-6)
 
 
 def test_complex_numbers_keys_and_narrow_numbers_are_added_and_sent(mesh):

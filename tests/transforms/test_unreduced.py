@@ -19,6 +19,13 @@ WRAPPERS = {
     "delay": lambda reducer: optax.chain(jd.all_reduce(reducer, delay=1), optax.sgd(1.0)),
     "accumulate": lambda reducer: jd.accumulate(optax.chain(jd.all_reduce(reducer), optax.sgd(1.0)), 1),
     "zero_redundancy": lambda reducer: jd.zero_redundancy(optax.sgd(1.0), reducer=reducer),
+    "skip_nonfinite": lambda reducer: jd.skip_nonfinite(optax.chain(jd.all_reduce(reducer), optax.sgd(1.0))),
+    "dynamic_loss_scale": lambda reducer: jd.transforms.dynamic_loss_scale(
+        optax.chain(jd.all_reduce(reducer), optax.sgd(1.0)), initial=1.0
+    ),
+    "per_worker": lambda reducer: optax.chain(
+        jd.transforms.per_worker(optax.clip_by_global_norm(1e3)), jd.all_reduce(reducer), optax.sgd(1.0)
+    ),
 }
 
 
@@ -70,6 +77,57 @@ def test_terms_of_a_sum_are_gradients_outside_of_a_map(name):
     np.testing.assert_allclose(state["w"], wanted(), rtol=1e-5)
 
 
+def test_terms_of_several_calls_are_added():
+    tx, mesh = jd.accumulate(optax.chain(jd.all_reduce(jd.exact()), optax.sgd(1.0)), 2), make_mesh()
+    once, _ = run(tx, mesh)
+    np.testing.assert_array_equal(once["w"], W)
+    twice, _ = run(tx, mesh, calls=2)
+    np.testing.assert_allclose(twice["w"], wanted(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [None, 1, 3], ids=["all_reduce", "zero_1", "zero_3"])
+def test_terms_are_scattered_into_shards(stage):
+    """Of parameters that are gathered before the gradient, or of the optimizer's state alone."""
+    reducer, specs = jd.two_shot(jd.compressors.int8()), {"w": P("data", "model")}
+    if stage is None:
+        tx = optax.chain(jd.all_reduce(reducer, specs=specs), optax.sgd(1.0))
+    else:
+        tx = jd.zero_redundancy(optax.sgd(1.0), stage=stage, reducer=reducer, specs=specs)
+    w, mesh = np.concatenate([W, W[:, :1]], axis=1), make_mesh(2)
+    whole = P(None, "model")
+
+    @jax.jit
+    def step(state, x):
+        reduced = jax.reshard(jax.reshard(state["w"], whole), P(None, "model", reduced={"data"}))
+        updates, opt = tx.update({"w": jax.grad(loss_fn)(reduced, x)}, state["opt"], {"w": state["w"]})
+        return {"w": optax.apply_updates(state["w"], updates["w"]), "opt": opt}
+
+    with jax.set_mesh(mesh):
+        state = jd.init_state(lambda: {"w": jnp.asarray(w), "opt": tx.init({"w": jnp.asarray(w)})}, mesh, specs=specs)
+        if stage == 1:
+            state["w"] = jax.device_put(state["w"], whole)
+        x = jax.device_put(X, P("data"))
+        ops = analysis.collectives(step.lower(state, x)).across(mesh, "data").ops
+        new = step(state, x)
+    np.testing.assert_allclose(new["w"], w - 2 * X.T @ (X @ w) / 32, atol=2e-2)
+    assert new["w"].sharding.spec == (whole if stage == 1 else specs["w"])
+    # A worker's codes of the other's shard, 4 numbers padded to 8, and a scale.
+    assert sum(op.wire_bytes for op in ops if op.kind == "all-to-all") <= 8 + 4
+
+
+def test_accumulate_around_shards_is_refused():
+    specs = {"w": P("data", "model")}
+    tx = jd.accumulate(optax.chain(jd.all_reduce(jd.exact(), specs=specs), optax.sgd(1.0)), 2)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+        with jax.set_mesh(mesh):
+            params = {"w": jax.device_put(jnp.ones((4, 4)), P("data", "model"))}
+            state = jd.init_state(lambda: tx.init({"w": jnp.ones((4, 4))}), mesh, specs=specs)
+            grads = {"w": jd.PerWorker(jnp.ones((2, 4, 4)), axis=("data",))}
+            with pytest.raises(ValueError, match=r"\['w'\].*micro_batches= .*in place of accumulate"):
+                jax.jit(tx.update)(grads, state, params)
+
+
 def test_terms_beside_a_further_axis():
     tx = optax.chain(jd.all_reduce(jd.compressed(F16), specs=P(None, "model")), optax.sgd(1.0))
     w = np.concatenate([W, W[:, :1]], axis=1)
@@ -87,7 +145,7 @@ def test_terms_beside_a_further_axis():
     assert sum(op.wire_bytes for op in between) == 16
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "accumulate", "zero_redundancy"])
+@pytest.mark.parametrize("name", ["all_reduce", "accumulate", "zero_redundancy", "skip_nonfinite", "per_worker"])
 def test_terms_of_a_sum_are_gradients_inside_of_a_map(name):
     """Parameters that `pcast` types as reduced."""
     tx, mesh = WRAPPERS[name](jd.exact()), jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
