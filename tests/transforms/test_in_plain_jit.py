@@ -525,6 +525,8 @@ def test_what_wraps_all_reduce_leaves_out_the_same_slices(around, kind):
         for updates, weights, (used, unused) in cases:
             params = {"used": TWO_LEAVES["used"], "unused": jnp.ones(updates["unused"].value.shape[1:])}
             state = jd.init_state(lambda params=params: tx.init(params), make_mesh(kind), axis="dcn")
+            # As `per_worker_value_and_grad` leaves them, which on Explicit axes is their type.
+            updates = jax.device_put(updates, jax.NamedSharding(make_mesh(kind), P("dcn")))
             found, after = jax.jit(tx.update)(updates, state, params, **weights)
             np.testing.assert_allclose(found["used"], -used * np.ones(3), rtol=1e-6)
             np.testing.assert_allclose(found["unused"], -unused * np.ones(params["unused"].shape), rtol=1e-6)
