@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from virtual_clock import VirtualClock
 
 from jaxdist import topology
 from jaxdist.asynchronous import Compute, Role, Rule, ray_engine, replay, rules
-from jaxdist.asynchronous.ray_engine.driver import Driver, RunOptions
+from jaxdist.asynchronous.ray_engine import driver
 from jaxdist.asynchronous.ray_engine.role_runner import Records
 from jaxdist.asynchronous.ray_engine.state_store import ActorReport, PlaceStatus, clock_since
 
@@ -207,12 +208,13 @@ def test_what_a_loss_raises_arrives(cluster):
         ray_engine.run(RULES["asgd"], broken, workers=1, seconds=60)
 
 
-def test_a_long_evaluation_is_no_stall():
+def test_a_long_evaluation_is_no_stall(monkeypatch):
     """The driver polls twice without a difference, and then evaluates for longer than the timeout."""
-    evaluated = []
+    evaluated, clock = [], VirtualClock(1)
+    monkeypatch.setattr(driver, "time", mock.Mock(monotonic=clock.monotonic))
 
     def evaluate(params):
-        time.sleep(0.3)
+        clock.sleep(3.0)
         evaluated.append(params)
         return 1.0
 
@@ -228,11 +230,16 @@ def test_a_long_evaluation_is_no_stall():
     for name, answer in answers.items():
         getattr(actor, name).remote.side_effect = answer
     fake.get.side_effect = lambda call, timeout: call
-    fake.wait.return_value = ([], [])
-    options = {"task": TASK._replace(evaluate=evaluate), "steps": 2, "evaluate_every": 0.4}
-    options |= {"timeout": 0.2, "seed": 0, "slow": {}, "on_death": "restart", "restarts": 0, "resources": {}}
+
+    def wait(calls, num_returns, timeout):
+        clock.sleep(timeout)
+        return [], calls
+
+    fake.wait.side_effect = wait
+    options = {"task": TASK._replace(evaluate=evaluate), "steps": 2, "evaluate_every": 3.2}
+    options |= {"timeout": 2.0, "seed": 0, "slow": {}, "on_death": "restart", "restarts": 0, "resources": {}}
     missing = dict.fromkeys(("seconds", "gradients", "target", "progress"))
-    run = Driver(fake, RunOptions(rule=RULES["bsp"], workers=1, **options, **missing)).run()
+    run = driver.Driver(fake, driver.RunOptions(rule=RULES["bsp"], workers=1, **options, **missing)).run()
     assert run.losses.tolist() == [1.0] * 3
 
 
