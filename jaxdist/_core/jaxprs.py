@@ -48,6 +48,18 @@ def _jaxprs_among(values: Iterable[Any]) -> Iterator[Any]:
             yield from _jaxprs_among(value)
 
 
+def combines_entries(closed: Any) -> bool:
+    """Whether some result depends on several entries of an array, as a norm does."""
+    for equation in closed.jaxpr.eqns:
+        inside = inner_jaxprs(equation)
+        if any(map(combines_entries, inside)):
+            return True
+        independent = equation.primitive.name in ELEMENTWISE | RESHAPES | CASTS
+        if not inside and not independent and any(atom.aval.ndim for atom in equation.invars):
+            return True
+    return False
+
+
 def find_called_jaxpr(equation: Any, *, opaque: Collection[str] = INDIVISIBLE) -> Any | None:
     """The closed jaxpr that a call (`jit`, `checkpoint`, a custom derivative) runs once on its operands, or `None`."""
     inside = inner_jaxprs(equation)

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.hashing import hash_array
-from .._core.jaxprs import propagate
+from .._core.jaxprs import combines_entries, propagate
 from .._core.types import Array, PyTree, State, Updates
 from .._core.xla_quirks import reduce_all
 from .._stores.base import hash_of
@@ -242,7 +243,13 @@ def take_outer_step(
 
     The new global parameters take the place of the total.
     """
-    return step_from_total(method, shared, *split_total(total), weight, reducer, rate)
+    return step_from_total(method, shared, *split_total(total), weight, reducer, rate, find_whole(shared.anchor))
+
+
+def find_whole(anchor: Updates) -> NamedSharding | None:
+    """The sharding of a copy on each device of the mesh that the global parameters are on; `None`: a single device."""
+    mesh = next((x.sharding.mesh for x in jax.tree.leaves(anchor) if isinstance(x.sharding, NamedSharding)), None)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def split_total(total: Updates | Polar) -> tuple[Updates, PyTree | None]:
@@ -250,7 +257,7 @@ def split_total(total: Updates | Polar) -> tuple[Updates, PyTree | None]:
     return (total.directions, total.lengths) if isinstance(total, Polar) else (total, None)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 7), donate_argnums=2)
 def step_from_total(
     method: RoundMethod,
     shared: Shared,
@@ -259,15 +266,22 @@ def step_from_total(
     weight: Array,
     reducer: list[Array],
     rate: Array | None,
+    whole: NamedSharding | None,
 ) -> Shared:
-    """The program of `take_outer_step`."""
+    """The program of `take_outer_step`.
+
+    Sums over entries, as of a norm, are taken of whole arrays on each device, in one order on every mesh.
+    """
     # Not `t / weight`: XLA multiplies by the reciprocal too where the number of workers is a constant, so that a round
     # of equal weights has the bits of `local_steps` on a mesh.
     summed = total if lengths is None else Polar(total, lengths)
     mean = jax.tree.map(lambda t: t * (1 / weight.astype(t.dtype)), summed)
-    mean = from_polar(mean) if isinstance(mean, Polar) else mean
-    extras = {} if rate is None else {"learning_rate": rate}
-    steps, outer = method.outer.update(mean, shared.outer, shared.anchor, **extras)
+    mean = from_polar(mean, whole) if isinstance(mean, Polar) else mean
+    update = partial(method.outer.update, **({} if rate is None else {"learning_rate": rate}))
+    given = (mean, shared.outer, shared.anchor)
+    if whole is not None and combines_entries(jax.make_jaxpr(update)(*given)):
+        given = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), given)
+    steps, outer = update(*given)
     return Shared(optax.apply_updates(shared.anchor, steps), outer, reducer)
 
 

@@ -39,6 +39,7 @@ from .exchange import (
     add_member,
     common_leaves,
     encode_drift,
+    find_whole,
     hash_leaves,
     split_total,
     step_from_total,
@@ -161,9 +162,13 @@ def _fingerprint(
     shared = Shared(anchor, _place_fresh(method.outer.init(anchor), local.outer[0]), common_leaves(reducer))
     one, start = np.float32(1), shared
     encodings, received = [], []
-    for _ in plan.messages:
+    for number, like in enumerate(plan.messages):
         encodings.append((method, np.int32(0), anchor, params, reducer, one, received))
-        received = [*received, [to_host(x) for x in encode_drift(*encodings[-1])[0]]]
+        # What is averaged may be any numbers. Those of the encoder may be sums over entries, as products of PowerSGD
+        # are, and the mesh of an island decides in which order these are added.
+        averaged = [_draw_pattern(x, number, salt=3) for number, x in enumerate(like)]
+        encoded = averaged if plan.is_averaged(number) else [to_host(x) for x in encode_drift(*encodings[-1])[0]]
+        received = [*received, encoded]
     *received, hosts = received
     total, replicated = method.begin_total(anchor), shared.reducer
     adding = (method, total, hosts, one, reducer, received)
@@ -171,7 +176,7 @@ def _fingerprint(
         total, replicated = add_member(*adding)
         adding = (method, total, hosts, one, reducer, received)
     decoded = Shared(total, shared.outer, replicated)
-    stepping = (method, shared, *split_total(total), one, replicated, one)
+    stepping = (method, shared, *split_total(total), one, replicated, one, find_whole(anchor))
     # The outer step takes the rate of the inner ones, or none.
     rates = [one if needs_rate else None, *[one] * (OUTER_STEPS - 1)]
     for rate in rates:
@@ -212,18 +217,23 @@ def _name_start(state: PyTree, hashes: list[str]) -> dict[str, str]:
 
 
 def _pattern(like: PyTree, salt: int) -> PyTree:
-    """Arrays placed like those of a tree, whose first entries are ±1, ±1/2, ±1/4 and ±1/8 in an irregular order."""
+    """Arrays of `_draw_pattern`, placed like those of a tree."""
 
     def make_leaf(number: int, x: Any) -> Any:
-        size = min(x.size, PATTERN_ENTRIES)
-        draws = np.random.Generator(np.random.PCG64([salt, number])).integers(0, 8, size)
-        values = np.zeros(x.size, x.dtype)
-        values[:size] = (np.where(draws < 4, 1, -1) * 0.5 ** (draws % 4)).astype(x.dtype)
-        values = values.reshape(x.shape)
+        values = _draw_pattern(x, number, salt)
         return jax.make_array_from_callback(x.shape, x.sharding, lambda index: values[index])
 
     leaves, structure = jax.tree.flatten(like)
     return structure.unflatten([make_leaf(number, x) for number, x in enumerate(leaves)])
+
+
+def _draw_pattern(like: Any, number: int, salt: int) -> np.ndarray:
+    """An array whose first entries are ±1, ±1/2, ±1/4 and ±1/8 in an irregular order, and whose others are 0."""
+    size = min(like.size, PATTERN_ENTRIES)
+    draws = np.random.Generator(np.random.PCG64([salt, number])).integers(0, 8, size)
+    values = np.zeros(like.size, like.dtype)
+    values[:size] = (np.where(draws < 4, 1, -1) * 0.5 ** (draws % 4)).astype(like.dtype)
+    return values.reshape(like.shape)
 
 
 def _place_fresh(fresh: PyTree, like: PyTree) -> PyTree:
@@ -239,7 +249,8 @@ def _spell(traced: list[Any]) -> dict[str, Any]:
 
 def _lines(closed: Any, numbers: set[str]) -> Iterator[str]:
     """A program as text: primitives, operands, numbers and constants; no shardings and no names, which may differ."""
-    names = {variable: f"x{i}" for i, variable in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
+    fresh = map("x{}".format, itertools.count())
+    names = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], fresh))
 
     def spell_operand(atom: Any) -> str:
         if not isinstance(atom, Literal):
@@ -249,8 +260,11 @@ def _lines(closed: Any, numbers: set[str]) -> Iterator[str]:
 
     yield from (f"constant {_hash_constant(value)}" for value in closed.consts)
     for equation in closed.jaxpr.eqns:
+        if equation.primitive.name == "sharding_constraint":
+            names[equation.outvars[0]] = names[equation.invars[0]]
+            continue
         operands = [spell_operand(atom) for atom in equation.invars]
-        names |= {variable: f"x{len(names) + i}" for i, variable in enumerate(equation.outvars)}
+        names |= zip(equation.outvars, fresh)
         options = [f"{key}={value}" for key, value in sorted(equation.params.items()) if _is_plain(key, value)]
         yield " ".join([equation.primitive.name, *operands, *options])
         for inside in inner_jaxprs(equation):
@@ -471,8 +485,8 @@ def _find_program(theirs: dict[str, Any], own: dict[str, Any]) -> str | None:
             return difference
         if same_program:
             return (
-                f"{part}: the same program, which gives other bits here: another type of hardware or other versions "
-                f"({versions} in the run, {here} here)"
+                f"{part}: the same program, which gives other bits here: another type of hardware, other versions "
+                f"({versions} in the run, {here} here), or sums over entries that another mesh has cut in another way"
             )
         if part == "reducer" and theirs.get("call") != own["call"]:
             return _name_both(part, theirs.get("call"), own["call"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._core.trees import named_leaves
 from .._core.types import PyTree
@@ -26,7 +26,8 @@ def find_model(state: PyTree) -> tuple[LocalStepsState, PyTree]:
     params = params.value if isinstance(params, PerWorker) else params
     # Committed to their devices, as those that `enter` compiles for: a step that was compiled ahead of time may return
     # arrays that are not, and then the programs of a meeting would be compiled once more, while others wait.
-    return _commit(local), _commit(params)
+    mesh = _find_mesh(params)
+    return _commit(local, mesh), _commit(params, mesh)
 
 
 def replace_model(state: PyTree, local: LocalStepsState, params: PyTree) -> PyTree:
@@ -34,7 +35,8 @@ def replace_model(state: PyTree, local: LocalStepsState, params: PyTree) -> PyTr
     old_local, old_params = _find(state)
     if isinstance(old_params, PerWorker):
         params = with_value(old_params, params)
-    fresh = {id(old_local): _place(local, old_local), id(old_params): _place(params, old_params)}
+    mesh = _find_mesh(old_params)
+    fresh = {id(old_local): _place(local, old_local, mesh), id(old_params): _place(params, old_params, mesh)}
     nodes, structure = jax.tree.flatten(state, is_leaf=lambda node: id(node) in fresh)
     return structure.unflatten([fresh.get(id(node), node) for node in nodes])
 
@@ -50,14 +52,25 @@ def automatic_mesh() -> Iterator[None]:
         yield
 
 
-def _commit(tree: PyTree) -> PyTree:
+def _find_mesh(params: PyTree) -> Mesh | None:
+    """The mesh on which parameters lie, or `None` for a single device."""
+    shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    return next((x.mesh for x in shardings if isinstance(x, NamedSharding)), None)
+
+
+def _sharding_of(x: jax.Array, mesh: Mesh | None) -> Sharding:
+    """Where an array belongs: on the whole mesh of the parameters if JAX has put it somewhere, and may move it."""
+    return x.sharding if x.committed or mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def _commit(tree: PyTree, mesh: Mesh | None) -> PyTree:
     """Commits arrays to their devices; sharding axes that are part of types become such as the compiler may use.
 
     The programs of a meeting reshape and join the leaves of any model. No array is copied but those of NumPy, as a file
     may give them.
     """
     arrays = jax.tree.map(_on_device, tree)
-    return jax.tree.map(lambda x: jax.device_put(x, _without_types(x.sharding)), arrays)
+    return jax.tree.map(lambda x: jax.device_put(x, _without_types(_sharding_of(x, mesh))), arrays)
 
 
 def _on_device(x: Any) -> jax.Array:
@@ -74,9 +87,9 @@ def _automatic(mesh: Any) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _place(new: PyTree, old: PyTree) -> PyTree:
+def _place(new: PyTree, old: PyTree, mesh: Mesh | None) -> PyTree:
     # The compiled step expects the placement that it returned.
-    return jax.tree.map(lambda x, y: jax.device_put(x, _on_device(y).sharding), new, old)
+    return jax.tree.map(lambda x, y: jax.device_put(x, _sharding_of(_on_device(y), mesh)), new, old)
 
 
 def _find(state: PyTree) -> tuple[LocalStepsState, Any]:

@@ -316,8 +316,6 @@ class LocalStepsMethod(NamedTuple):
             )
 
     def _weight(self, updates: Updates, params: PyTree, examples: Any, active: Any) -> Array | None:
-        if self.reducer.law != Law.MEAN:
-            refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
         weight = weight_of_leaves(examples, active, updates)
         if weight is not None:
             check_shared("active" if examples is None else "examples", weight, params)
@@ -334,6 +332,9 @@ class LocalStepsMethod(NamedTuple):
         sync_period: Any,
     ) -> _Step:
         override = parse_sync_override(sync, self.fragments.number)
+        # Steps that end no round, as those of an island, reduce nothing.
+        if self.reducer.law != Law.MEAN and (override is None or len(override)):
+            refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
         warm = False if override is not None or not self.warmup_steps else state.count < self.warmup_steps
         # A round starts only after the previous one has arrived.
         chosen = self.sync_period if sync_period is None else sync_period

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from .._core.types import Array, Float, PyTree, Updates
 from .._core.xla_quirks import largest_entry
@@ -31,11 +32,15 @@ def to_polar(drift: Updates) -> Polar:
     return Polar(jax.tree.map(lambda x, length: x / jnp.where(length == 0, 1, length), drift, lengths), lengths)
 
 
-def from_polar(mean: Polar) -> Updates:
-    """Returns `mean(‖x‖) φ(mean(φ(x)))`; where directions cancel, their mean at that length, which is about zero."""
+def from_polar(mean: Polar, whole: Sharding | None = None) -> Updates:
+    """Returns `mean(‖x‖) φ(mean(φ(x)))`; where directions cancel, their mean at that length, which is about zero.
+
+    With `whole`, a replicated sharding, each device measures whole directions: a sum over entries that lie on several
+    devices has other bits on another mesh.
+    """
 
     def join_leaf(direction, length):
-        norm = _length(direction)
+        norm = _length(direction if whole is None else jax.lax.with_sharding_constraint(direction, whole))
         # Not `norm <= ...`, which NaN would pass.
         is_direction = ~(norm <= CANCELED * jnp.finfo(direction.dtype).eps)
         return length * (direction / jnp.where(is_direction, norm, 1))

@@ -26,6 +26,7 @@ from islands_run import (
     train,
     wait_for_threads,
 )
+from jax.sharding import AxisType
 from problems import assert_close
 from virtual_clock import VirtualClock
 
@@ -258,11 +259,10 @@ def test_another_version_of_jax_may_spell_programs_in_another_way_if_their_resul
 @pytest.mark.parametrize(("explicit", "inside"), [(True, False), (True, True), (False, False), (False, True)])
 def test_an_island_of_four_devices_joins_the_run_of_one(explicit, inside):
     """Its parameters are sharded, over a mesh whose axes the compiler uses, or one whose axes are part of types."""
-    # Inside of a mesh the steps themselves take no other reducer.
-    store, tx = islands.memory(), make_method("exact" if inside else "4 bits with feedback", inner=sgd(0.1))
+    store, tx = islands.memory(), make_method("4 bits with feedback", inner=sgd(0.1))
     step = step_of(tx)
     first, reports = train(store, tx, "a", 2, step=step, keep_every=1)
-    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    kind = AxisType.Explicit if explicit else AxisType.Auto
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
 
     def place(x):
@@ -281,6 +281,48 @@ def test_an_island_of_four_devices_joins_the_run_of_one(explicit, inside):
             assert report.counted
             assert compiled == []
         assert state.params["w"].sharding.is_equivalent_to(place(state.params["w"]).sharding, 2)
+
+
+@pytest.mark.parametrize("cut", [("data", None), (None, "data")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reducer": jd.error_feedback(jd.power_sgd(2))},
+        {"merge": "rda"},
+        {"outer": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5, momentum=0.9))},
+    ],
+    ids=["power_sgd", "rda", "clipping"],
+)
+def test_an_island_whose_mesh_cuts_sums_in_another_way_computes_the_same(options, cut):
+    """Products of what it sends, lengths and norms are sums over entries that lie on several devices."""
+    store, tx, drawn = islands.memory(), tx_of(**options), np.random.default_rng(0).normal(size=(64, 96))
+    goal = drawn.astype(np.float32)
+
+    @jax.jit
+    def step(state):
+        gradient = {"w": state.params["w"] - goal}
+        updates, opt = tx.update(gradient, state.opt, state.params, sync=())
+        return State(optax.apply_updates(state.params, updates), opt)
+
+    def meet(name, sharding, rounds):
+        params = {"w": jax.device_put(jnp.zeros((64, 96)), sharding)}
+        with islands.join(store, tx, name=name, round_timeout=30, keep_every=100) as island:
+            # The state of the optimizer is where JAX has put it.
+            state = island.enter(State(params, tx.init(params)))
+            digests = [island._replay.digest]
+            for _ in range(rounds):
+                state, report = island.meet(step(state))
+                assert report.counted
+                digests.append(report.digest)
+        assert state.params["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+        return digests
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    on_one = meet("a", jax.devices()[0], 3)
+    # It computes the three rounds from what is in the store.
+    on_four = meet("b", jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*cut)), 1)
+    assert on_four[0] == on_one[-1]
+    assert meet("c", jax.devices()[0], 0) == on_four[1:]
 
 
 # Which run it is
