@@ -52,7 +52,7 @@ class State(NamedTuple):
 # The calendar of rounds
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 12), st.data())
 def test_rounds_are_where_those_of_local_steps_are(period, data):
     number = data.draw(st.integers(1, period))
