@@ -352,7 +352,7 @@ def check_bytes(store, count, owners, rounds=2):
         return State(optax.apply_updates(state.params, updates), opt)
 
     def train_one(number):
-        with islands.join(store, tx, name=names[number], begin_with=count, round_timeout=60, owners=owners) as island:
+        with islands.join(store, tx, name=names[number], begin_with=count, round_timeout=600, owners=owners) as island:
             state, reports = island.enter(State(params, tx.init(params))), []
             for _ in range(rounds):
                 state, report = island.meet(step(state, 1.0 + number))

@@ -1,6 +1,7 @@
 """Long bodies in pieces: sent and read several at once, resumed, verified, killed between two, and cleaned up."""
 
 import itertools
+import math
 import threading
 import tracemalloc
 from collections import Counter
@@ -131,8 +132,9 @@ def test_bytes_and_requests_are_counted():
 
 
 @pytest.mark.parametrize("kind", ["put", "get"])
-def test_pieces_are_on_the_way_several_at_once(kind):
+def test_pieces_are_on_the_way_several_at_once(kind, monkeypatch):
     """After the first, which shows how long one takes. The index is put last and read first."""
+    monkeypatch.setattr(bodies, "QUICK", math.inf)
     store, lock, inside, most = islands.memory(), threading.Lock(), [], []
     together = threading.Barrier(bodies.TOGETHER)
     # As many as a barrier lets through in whole groups.
