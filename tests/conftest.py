@@ -27,6 +27,7 @@ os.environ.setdefault("NPROC", "32")
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
 from jax._src.interpreters import mlir
 from type_checks import install_import_hook
 
@@ -42,6 +43,10 @@ jax.config.update("jax_enable_compilation_cache", False)
 
 # A trace makes many objects and few cycles: look for them less often.
 gc.set_threshold(100_000, 10, 10)
+
+# An example may take any time, and drawing it too: a machine can be busy, and the first one may compile.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 MANY_BYTES = 2e9
 TESTS_DONE = itertools.count(1)

@@ -154,6 +154,8 @@ class _Roster:
         if now - self._last > STOPPED_SECONDS:
             self._started += now - self._last
             self._heard = dict.fromkeys(self._heard, now)
+            if self._until is not None:
+                self._until += now - self._last
         self._last = now
         here = {0, *self._heard}
         if self._until is None and len(here) == self._processes:
@@ -256,9 +258,11 @@ def _ask_itself(own: _Member, roster: _Roster, patience: Number) -> None:
     until, where = time.monotonic() + patience, f"{own.host}:{own.port}"
     # `roster` notes any question that arrives, also that of another process, as proof that the address works.
     error = _unknown_host(own, "no answer")
-    while not roster.reached.is_set() and (left := until - time.monotonic()) > 0:
+    # Once in any case: the thread may have been suspended for longer than the patience.
+    is_late = False
+    while not roster.reached.is_set() and not is_late:
         try:
-            _ask(own, min(left, SILENCE_SECONDS))
+            _ask(own, min(max(until - time.monotonic(), SHORTEST_PAUSE), SILENCE_SECONDS))
         except (OSError, ValueError) as problem:
             reason = _reason(problem) if isinstance(problem, OSError) else "another program answers"
             text = f"process 0 runs on {socket.gethostname()}, but cannot reach itself at {where} ({reason})"
@@ -266,6 +270,7 @@ def _ask_itself(own: _Member, roster: _Roster, patience: Number) -> None:
             if isinstance(problem, socket.gaierror):
                 error = _unknown_host(own, reason)
             time.sleep(SHORTEST_PAUSE)
+        is_late = time.monotonic() > until
     roster.unreachable(error)
 
 
@@ -276,8 +281,9 @@ def _ask_until_answered(own: _Member, seconds: Number, patience: Number) -> Agre
     until, where = time.monotonic() + seconds, f"{own.host}:{own.port}"
     if reason := _look_up(own.host, min(seconds, patience)):
         return _unknown_host(own, reason)
-    # `met`: process 0 has answered before; `failing`: since when it does not.
-    met, failing, reason = False, None, ""
+    # `met`: process 0 has answered before; `failing`: since when it does not. One question may go unanswered because
+    # this process or process 0 was suspended meanwhile.
+    met, failing, silences, reason = False, None, 0, ""
     while True:
         try:
             text = _ask(own, SILENCE_SECONDS + _pause(own.processes))
@@ -289,7 +295,8 @@ def _ask_until_answered(own: _Member, seconds: Number, patience: Number) -> Agre
             # Process 0 does not listen yet.
             text, reason = None, f" ({_reason(problem)})"
         else:
-            if text is None and not met:
+            silences = silences + 1 if text is None else 0
+            if silences > 1 and not met:
                 return _other_program(where, "listens but does not answer", own.process)
         now = time.monotonic()
         if text is None:
@@ -369,13 +376,15 @@ def _look_up(host: str, seconds: Number) -> str:
     found, reasons = threading.Event(), ["no answer"]
 
     def try_until_found() -> None:
-        while not found.is_set() and time.monotonic() < until:
+        while not found.is_set():
             try:
                 socket.getaddrinfo(host, None)
                 found.set()
             except OSError as problem:
                 reasons.append(_reason(problem))
-                time.sleep(min(2 * SHORTEST_PAUSE, max(until - time.monotonic(), 0.0)))
+                if (left := until - time.monotonic()) <= 0:
+                    return
+                time.sleep(min(2 * SHORTEST_PAUSE, left))
 
     until = time.monotonic() + seconds
     thread = threading.Thread(target=try_until_found, daemon=True)

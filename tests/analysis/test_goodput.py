@@ -134,7 +134,7 @@ def test_the_seed_decides_and_nothing_else():
     fragments=st.integers(1, 4),
     data=st.data(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_shares_add_up_to_one(slices, mtbf, times, preemption, kind, groups, fragments, data):
     detect, restart, reload, repair, save = times
     some = fleet(

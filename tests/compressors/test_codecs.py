@@ -46,7 +46,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 def quick(**strategies):
     """A property of bytes and NumPy arrays: nothing is compiled, so many examples are cheap."""
-    return lambda test: settings(max_examples=25, deadline=None)(given(**strategies)(test))
+    return lambda test: settings(max_examples=25)(given(**strategies)(test))
 
 
 def levels_payload(codes, norms, bits, bucket):

@@ -222,7 +222,7 @@ CODE = jc.with_levels(UNLIKE, bits=3, bucket=64, norm="max", zero_level=False)
 ROUND_TRIP = jax.jit(lambda x, key: CODE.decompress(CODE.compress(x, key), x))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
 def test_every_entry_goes_to_a_neighbor(seed):
     x = np.random.default_rng(seed).standard_cauchy(64).astype(np.float32)

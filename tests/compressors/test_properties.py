@@ -70,7 +70,7 @@ def check(name, shape, dtype, seed):
 
 @pytest.mark.sampled(26)
 @each_code
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(**examples)
 def test_a_code_keeps_its_word(name, shape, dtype, seed):
     check(name, shape, dtype, seed)
@@ -78,7 +78,7 @@ def test_a_code_keeps_its_word(name, shape, dtype, seed):
 
 @pytest.mark.slow
 @each_code
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(**examples)
 def test_a_code_keeps_its_word_often(name, shape, dtype, seed):
     check(name, shape, dtype, seed)

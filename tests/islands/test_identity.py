@@ -28,7 +28,6 @@ from islands_run import (
 )
 from jax.sharding import AxisType
 from problems import assert_close
-from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
@@ -371,6 +370,7 @@ def test_a_run_that_must_be_there_is_not_opened(tmp_path):
     assert store.list("") == []
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_run_that_another_island_opens_meanwhile_is_entered():
     """Between any two requests: its link may be so much faster than this one's."""
     tx, state = method(), begin(method())
@@ -411,6 +411,7 @@ def run_alone(path, rounds, name="a", **options):
     return train(path, tx, name, rounds, keep_every=2, **options)
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("rounds", [1, 8])
 def test_an_island_never_counts_in_a_run_that_is_mounted_in_the_place_of_its_own(tmp_path, rounds):
     """At the same round as its own, and where the rounds that it would read are gone."""
@@ -433,6 +434,7 @@ def test_an_island_never_counts_in_a_run_that_is_mounted_in_the_place_of_its_own
     assert run_alone(path, 1, "b")[1][0].counted
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_mount_point_without_its_disk_is_a_store_that_is_away(tmp_path):
     path, disk = tmp_path / "run", tmp_path / "disk"
     tx = method(inner=sgd(0.1))
@@ -452,6 +454,7 @@ def test_a_mount_point_without_its_disk_is_a_store_that_is_away(tmp_path):
         assert report.counted
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_description_that_is_removed_ends_no_island_and_opens_no_other_run():
     store, tx = islands.memory(), method(inner=sgd(0.1))
     with islands.join(store, tx, name="a", round_timeout=5) as island:
@@ -468,6 +471,7 @@ def test_a_description_that_is_removed_ends_no_island_and_opens_no_other_run():
         assert report.counted
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_description_that_is_replaced_by_that_of_another_run_names_both():
     store, other_store, tx = islands.memory(), islands.memory(), method(inner=sgd(0.1))
     enter(other_store, tx, "a")
@@ -480,6 +484,7 @@ def test_a_description_that_is_replaced_by_that_of_another_run_names_both():
     assert islands.status(store).round == 1
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent():
     store, tx, is_away = islands.memory(), method(inner=sgd(0.1)), False
 
@@ -502,10 +507,10 @@ def test_a_store_that_comes_back_as_another_is_noticed_before_anything_is_sent()
         assert other_store.list("") == names
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("rounds", [3, 7])
-def test_a_store_that_is_set_back_is_noticed_before_a_second_run_grows_in_it(rounds, monkeypatch):
+def test_a_store_that_is_set_back_is_noticed_before_a_second_run_grows_in_it(rounds):
     """As by a copy of yesterday: what enters goes on from there, and a running island must not go on beside it."""
-    VirtualClock(1).rule(monkeypatch)
     store, tx = islands.memory(), method(inner=sgd(0.1))
     step = step_of(tx)
     with islands.join(store, tx, name="a", keep_every=2, round_timeout=30, patience=30) as island:

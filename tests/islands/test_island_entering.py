@@ -7,7 +7,6 @@ import optax
 import pytest
 from island_stores import wrap
 from islands_run import begin, method
-from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
@@ -70,14 +69,14 @@ def rates_of(inner):
         return np.array(found)
 
     store = islands.memory()
-    with islands.join(store, tx, name="first", round_timeout=5) as first:
+    with islands.join(store, tx, name="first", round_timeout=60) as first:
         state, saved = train_first(first, fresh(), step)
         ahead = saved
         for _ in range(40):
             ahead, _ = step(ahead)
         found = []
         for name, start in (("late", fresh()), ("again", saved), ("ahead", ahead)):
-            with islands.join(store, tx, name=name, round_timeout=5) as island:
+            with islands.join(store, tx, name=name, round_timeout=60) as island:
                 found.append(island.enter(start))
     return next_steps(state), [next_steps(x) for x in found]
 
@@ -108,11 +107,11 @@ def scheduled(inner):
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, updates[0]
 
     store = islands.memory()
-    with islands.join(store, tx, name="first", round_timeout=5) as first:
+    with islands.join(store, tx, name="first", round_timeout=60) as first:
         state, saved = train_first(first, fresh(), step)
         found = []
         for name, start in (("late", fresh()), ("again", saved)):
-            with islands.join(store, tx, name=name, round_timeout=5) as island:
+            with islands.join(store, tx, name=name, round_timeout=60) as island:
                 entered = island.enter(start)
                 found.append((entered, step(entered)[1]))
         return state, step(state)[1], found
@@ -141,10 +140,9 @@ def test_who_enters_late_takes_over_the_step_of_the_run(injected):
     assert not np.asarray((moments.inner_state if injected else moments)[0].mu).any()
 
 
-def test_what_an_island_computes_before_it_enters_is_no_wait_for_the_store(monkeypatch):
+def test_what_an_island_computes_before_it_enters_is_no_wait_for_the_store(clock, monkeypatch):
     """On a busy machine, or for a large model, the description of the method takes longer than the patience."""
-    clock, describe, busy = VirtualClock(1), identity.describe, []
-    clock.rule(monkeypatch)
+    describe, busy = identity.describe, []
 
     def describe_slowly(*arguments, **options):
         clock.sleep(100)

@@ -1,7 +1,6 @@
 """Fragments in islands: rounds of a part of the model, in turn, which are those of `local_steps(fragments=P)`."""
 
 import itertools
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -34,7 +33,6 @@ from islands_run import (
     wait_for_upload,
 )
 from problems import assert_close
-from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
@@ -52,7 +50,7 @@ class State(NamedTuple):
 # The calendar of rounds
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 12), st.data())
 def test_rounds_are_where_those_of_local_steps_are(period, data):
     number = data.draw(st.integers(1, period))
@@ -236,6 +234,7 @@ def in_threads(train_island):
 # Members that come, leave, and are late
 
 
+@pytest.mark.usefixtures("clock")
 def test_who_enters_later_takes_the_global_parameters_of_all_fragments():
     store, tx = islands.memory(), method("4 bits with feedback", fragments=2)
     first, reports = train(store, tx, "a", 5, keep_every=2)
@@ -275,7 +274,7 @@ def test_an_island_that_leaves_sends_the_drifts_of_all_fragments():
     assert_close(jax.tree.map(lambda *xs: sum(xs), *taken), ahead, tolerance=1e-6)
 
 
-def test_a_fragment_whose_upload_was_late_counts_in_its_next_round():
+def test_a_fragment_whose_upload_was_late_counts_in_its_next_round(clock):
     """Meanwhile the other fragments meet, and the island that is late loses nothing."""
     tx, held = method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0), fragments=2), []
     store, bodies, commits = archived(islands.memory())
@@ -286,7 +285,7 @@ def test_a_fragment_whose_upload_was_late_counts_in_its_next_round():
             event.wait()
         return function(*arguments)
 
-    event = threading.Event()
+    event = clock.Event()
     options = {"round_timeout": 0.2, "keep_every": 100}
     with (
         islands.join(wrap(store, around), tx, name="slow", **options) as slow,
@@ -296,10 +295,7 @@ def test_a_fragment_whose_upload_was_late_counts_in_its_next_round():
         moved = step_of(tx)(states["slow"], GOALS[0])
         states["slow"], report = slow.meet(moved)
         assert (report.uploading, report.counted) == (True, False)
-        for _ in range(50):  # a busy machine may not get a round over in time
-            states["fast"], report = fast.meet(states["fast"])
-            if report.counted:
-                break
+        states["fast"], report = fast.meet(states["fast"])
         assert (report.members, report.fragment) == (("fast",), 1)
         event.set()
         wait_for_threads(slow)
@@ -309,12 +305,8 @@ def test_a_fragment_whose_upload_was_late_counts_in_its_next_round():
     assert held
     rounds = {name: members_of(commit) for name, commit in commits.items()}
     body = held[0].removeprefix("bodies/")
-    counted = [
-        number for name, members in rounds.items() if body in members.values() for number in [name.split("/")[1]]
-    ]
-    # Round 0 was of the fragment that round 2 is of, or 4 where the machine was busy.
-    assert [int(number) % 2 for number in counted] == [0]
-    assert int(counted[0]) >= 2
+    # Round 0 was of the fragment that round 2 is of.
+    assert [name for name, members in rounds.items() if body in members.values()] == ["rounds/00000002/commit"]
     places = [members["slow"] for members in rounds.values() if "slow" in members]
     taken = [decoded(bodies[place], place, tx, states["slow"]) for place in places if place not in under_way]
     ahead = jax.tree.map(lambda a, p: a - p, total(moved.opt.anchor), total(moved.params))
@@ -325,8 +317,8 @@ def members_of(commit):
     return {member.name: member.body for member in commit.members}
 
 
-def test_a_death_costs_one_timeout_and_not_one_for_each_fragment(monkeypatch):
-    VirtualClock(1).rule(monkeypatch)
+@pytest.mark.usefixtures("clock")
+def test_a_death_costs_one_timeout_and_not_one_for_each_fragment():
     store, tx = islands.memory(), method(fragments=2)
     with (
         islands.join(store, tx, name="dead", round_timeout=5) as dead,
@@ -343,6 +335,7 @@ def test_a_death_costs_one_timeout_and_not_one_for_each_fragment(monkeypatch):
     assert reports[-1].missing == ()
 
 
+@pytest.mark.usefixtures("clock")
 def test_what_is_not_finite_is_never_sent_and_all_fragments_take_the_global_parameters():
     tx = method("4 bits with feedback", fragments=2)
     with islands.join(islands.memory(), tx, name="a", round_timeout=0.05) as island:

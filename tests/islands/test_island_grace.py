@@ -122,14 +122,14 @@ def check_examples(paces, options):
         assert all(report.wait_seconds <= options["round_timeout"] + 1 for report in played.reports), name
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(situations())
 def test_nothing_is_lost_or_counted_twice(situation):
     check_examples(*situation)
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(situations(["exact", "low rank with feedback"]))
 def test_nothing_is_lost_or_counted_twice_in_many_situations(situation):
     check_examples(*situation)

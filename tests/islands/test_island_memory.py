@@ -109,6 +109,7 @@ def test_a_meeting_needs_no_more_than_a_fragment_beside_the_state(reducer, tmp_p
             assert most - before <= fragment
 
 
+@pytest.mark.usefixtures("clock")
 def test_bodies_that_have_been_added_are_not_read_again_by_a_later_meeting():
     """A meeting ends where the store is out of reach, and the next one goes on with the sum."""
     tx, read, is_away = method(), Counter(), [False]

@@ -22,7 +22,6 @@ from islands_run import (
     wait_for_threads,
 )
 from problems import assert_close
-from virtual_clock import VirtualClock
 
 import jaxdist as jd
 from jaxdist import islands
@@ -78,9 +77,9 @@ def test_fragments_are_those_of_local_steps_on_a_mesh():
     assert_within_ulps(global_params(found["a"][0]), meshed, 64)
 
 
-def test_an_island_that_is_in_the_first_commit_alone_keeps_its_progress(monkeypatch):
+@pytest.mark.usefixtures("clock")
+def test_an_island_that_is_in_the_first_commit_alone_keeps_its_progress():
     """And one that is in the second alone counts: it projects onto the subspace that the others have chosen."""
-    VirtualClock(1).rule(monkeypatch)
     tx, (store, _, _) = method("low rank", inner=sgd(0.1)), archived(islands.memory())
     step, options = step_of(tx), {"round_timeout": 5, "grace": 0.0}
     with (
@@ -114,6 +113,7 @@ def send_message(island, state):
     assert island._await_commit(model) is not None
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.sampled(9)
 @each_reducer
 def test_an_island_that_enters_between_two_messages_has_the_mean_of_the_first(reducer):
@@ -140,6 +140,7 @@ def test_an_island_that_enters_between_two_messages_has_the_mean_of_the_first(re
             assert (report.counted, report.round) == (True, 8)
 
 
+@pytest.mark.usefixtures("clock")
 def test_leaving_sends_the_progress_after_the_first_commit():
     tx, store = method("low rank with feedback", inner=sgd(0.1)), islands.memory()
     with (

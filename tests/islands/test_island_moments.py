@@ -22,7 +22,6 @@ from islands_run import (
     wait_for_threads,
 )
 from problems import assert_close
-from virtual_clock import VirtualClock
 
 from jaxdist import islands
 from jaxdist.islands import protocol
@@ -41,12 +40,12 @@ def meet_until_counted(island, state):
     return state, report
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.slow
 @each_number
 @each_stride
-def test_a_kill_between_any_two_calls_of_the_store_stops_no_other_island(stride, fragments, monkeypatch):
+def test_a_kill_between_any_two_calls_of_the_store_stops_no_other_island(stride, fragments):
     """Neither one that is there, nor the next of that name, nor one that comes later."""
-    VirtualClock(1).rule(monkeypatch)
     tx = method(fragments=fragments)
     state = begin(tx)
     options = {"step": step_of(tx), "state": state, "round_timeout": 0.01, "keep_every": 1}
@@ -82,12 +81,12 @@ def first_round_with(store, name):
             return number
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.slow
 @each_number
 @each_stride
-def test_a_new_island_counts_in_the_round_that_it_enters_or_the_next(stride, fragments, monkeypatch):
+def test_a_new_island_counts_in_the_round_that_it_enters_or_the_next(stride, fragments):
     """Whatever the other does between any two of its calls of the store; and it has the same bits at once."""
-    VirtualClock(1).rule(monkeypatch)
     tx = method("4 bits with feedback", fragments=fragments)
     step, options = step_of(tx), {"round_timeout": 0.02, "keep_every": 2}
     for moment in itertools.count(PROBE_CALLS, stride):

@@ -1,6 +1,5 @@
 """Islands that average by owners: the bits of a run without them, fewer bytes, and owners that die."""
 
-import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -144,12 +143,12 @@ def test_fragments_are_those_of_a_run_without_owners(overlap):
         assert digests_of(found) == digests_of(train_together(islands.memory(), tx, NAMES, 6, examples=EXAMPLES))
 
 
-def run_islands(store, tx, rounds, prepare, *, is_virtual=True, **options):
+def run_islands(store, tx, rounds, prepare, *, clock=None, **options):
     """Trains three islands in threads, each changed by `prepare`; returns what they return or raise, by name.
 
-    On a virtual clock, so that it makes no difference how busy the machine is, unless a request takes real time.
+    On a virtual clock, so that it makes no difference how busy the machine is.
     """
-    step, clock = step_of(tx), VirtualClock(len(NAMES))
+    step, clock = step_of(tx), clock or VirtualClock(len(NAMES))
     settings = {"step": step, "begin_with": len(NAMES), "patience": 60, "examples": EXAMPLES, **options}
 
     def run(number, name):
@@ -159,8 +158,7 @@ def run_islands(store, tx, rounds, prepare, *, is_virtual=True, **options):
             clock.leave()
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(NAMES)) as pool:
-        if is_virtual:
-            clock.rule(patch)
+        clock.rule(patch)
         jobs = {name: pool.submit(run, number, name) for number, name in enumerate(NAMES)}
         return {name: job.exception() or job.result() for name, job in jobs.items()}
 
@@ -197,16 +195,16 @@ def test_an_owner_that_dies_costs_a_wait_within_the_round():
 @pytest.mark.slow
 def test_a_request_that_hangs_holds_no_meeting():
     """The owner's meeting ends late, the others compute its piece, and the next meeting has the same bits."""
-    tx, hung = method(inner=sgd(0.1)), []
+    tx, clock, hung = method(inner=sgd(0.1)), VirtualClock(len(NAMES)), []
 
     def hang(kind, function, arguments):
         if kind == "get_range" and arguments[0].startswith("bodies/00000001") and not hung:
             hung.append(kind)
-            time.sleep(4.0)
+            clock.sleep(4.0)
         return function(*arguments)
 
     prepare = partial(interfere, who="a", around=hang)
-    found = run_islands(written_once(), tx, 4, prepare, is_virtual=False, owners=3, round_timeout=1.0)
+    found = run_islands(written_once(), tx, 4, prepare, clock=clock, owners=3, round_timeout=1.0)
     assert hung
     digests = defaultdict(set)
     for _, reports in found.values():
@@ -278,8 +276,9 @@ def test_a_body_that_is_damaged_stops_no_round(damage, caplog):
     assert ("is damaged: round 1 does not count it of c" in caplog.text) or "dead" not in damage
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("gone", [False, True], ids=["means", "bodies"])
-def test_an_island_that_enters_later_has_the_same_bits(gone, monkeypatch):
+def test_an_island_that_enters_later_has_the_same_bits(gone):
     """By the means of past rounds, or by their bodies."""
     tx, store = method(inner=sgd(0.1)), islands.memory()
     found = train_together(store, tx, NAMES, 3, owners=4, keep_every=100)
@@ -294,7 +293,6 @@ def test_an_island_that_enters_later_has_the_same_bits(gone, monkeypatch):
     watched = wrap(
         store, lambda number, kind, function, arguments: asked.append((kind, arguments[0])) or function(*arguments)
     )
-    VirtualClock(1).rule(monkeypatch)
     with islands.join(watched, tx, name="new", round_timeout=0.2) as new:
         state = new.enter(begin(tx, fill=5.0))
         assert_close(global_params(state), params, tolerance=0)
@@ -312,9 +310,9 @@ def test_means_are_deleted_with_their_rounds():
     assert rounds[1] == rounds[0] - {12} == set(range(4, 12))
 
 
-def test_an_island_that_sleeps_follows_by_means(monkeypatch):
+@pytest.mark.usefixtures("clock")
+def test_an_island_that_sleeps_follows_by_means():
     """While others go on; then it is an owner again."""
-    VirtualClock(1).rule(monkeypatch)
     tx, store = method(inner=sgd(0.1)), islands.memory()
     step, options = step_of(tx), {"round_timeout": 30, "owners": 2, "grace": 0.0}
     with (
@@ -354,7 +352,7 @@ def check_bytes(store, count, owners, rounds=2):
         return State(optax.apply_updates(state.params, updates), opt)
 
     def train_one(number):
-        with islands.join(store, tx, name=names[number], begin_with=count, round_timeout=60, owners=owners) as island:
+        with islands.join(store, tx, name=names[number], begin_with=count, round_timeout=600, owners=owners) as island:
             state, reports = island.enter(State(params, tx.init(params))), []
             for _ in range(rounds):
                 state, report = island.meet(step(state, 1.0 + number))
@@ -415,9 +413,9 @@ def test_the_island_that_opens_a_run_chooses_the_owners(caplog):
     assert len(store.list("means/00000001/")) == 2
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.slow
-def test_a_meeting_with_owners_compiles_nothing(monkeypatch):
-    VirtualClock(1).rule(monkeypatch)
+def test_a_meeting_with_owners_compiles_nothing():
     tx, store = make_method(inner=sgd(0.1)), islands.memory()
     with islands.join(store, tx, name="a", owners=2, round_timeout=0.2) as island:
         state = step_of(tx)(island.enter(begin(tx)), GOALS[0])

@@ -1,6 +1,7 @@
 """Long bodies in pieces: sent and read several at once, resumed, verified, killed between two, and cleaned up."""
 
 import itertools
+import math
 import threading
 import tracemalloc
 from collections import Counter
@@ -23,7 +24,6 @@ from islands_run import (
     wait_for_upload,
 )
 from problems import assert_close
-from virtual_clock import VirtualClock
 
 from jaxdist import islands
 from jaxdist.islands import bodies, exchange, protocol
@@ -132,8 +132,9 @@ def test_bytes_and_requests_are_counted():
 
 
 @pytest.mark.parametrize("kind", ["put", "get"])
-def test_pieces_are_on_the_way_several_at_once(kind):
+def test_pieces_are_on_the_way_several_at_once(kind, monkeypatch):
     """After the first, which shows how long one takes. The index is put last and read first."""
+    monkeypatch.setattr(bodies, "QUICK", math.inf)
     store, lock, inside, most = islands.memory(), threading.Lock(), [], []
     together = threading.Barrier(bodies.TOGETHER)
     # As many as a barrier lets through in whole groups.
@@ -293,6 +294,7 @@ def test_a_run_in_pieces_has_the_bits_of_one_without(reducer, options, monkeypat
     assert found[0] == found[1] or "overlap" in options
 
 
+@pytest.mark.usefixtures("clock")
 def test_an_island_that_enters_with_the_bits_of_the_run_reads_none():
     """As all islands that begin together: their parameters may be as large as the memory that is left."""
     store, tx, read = islands.memory(), method(), []
@@ -315,8 +317,8 @@ def test_counting_copies_no_state(change):
         assert all(x is y for x, y in pairs)
 
 
-def test_a_piece_that_is_silent_holds_no_meeting_and_the_upload_goes_on():
-    store, silent, puts = islands.memory(), threading.Event(), Counter()
+def test_a_piece_that_is_silent_holds_no_meeting_and_the_upload_goes_on(clock):
+    store, silent, puts = islands.memory(), clock.Event(), Counter()
     tx = method(inner=sgd(0.1))
 
     def put(name, body):
@@ -347,8 +349,8 @@ def test_a_piece_that_is_silent_holds_no_meeting_and_the_upload_goes_on():
     assert sum(sizes) < sum(len(bodies.hashes_in(place, store.get(protocol.body_name(place)))) for place in places)
 
 
-def test_progress_that_an_island_has_left_with_sends_no_more_pieces():
-    store, held, puts, tx = islands.memory(), threading.Event(), [], method(inner=sgd(0.1))
+def test_progress_that_an_island_has_left_with_sends_no_more_pieces(clock):
+    store, held, puts, tx = islands.memory(), clock.Event(), [], method(inner=sgd(0.1))
 
     def put(name, body):
         if entered:
@@ -369,12 +371,12 @@ def test_progress_that_an_island_has_left_with_sends_no_more_pieces():
     assert len(puts) == 1
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fragments", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_kill_at_any_call_of_the_store_stops_no_other_island_and_leaves_no_piece(stride, fragments, monkeypatch):
     """Between two pieces too; what the dead one has left goes with its round."""
     monkeypatch.setattr(bodies, "PIECE", 100)
-    VirtualClock(1).rule(monkeypatch)
     tx = method(fragments=fragments)
     state, step = begin(tx), step_of(tx)
     options = {"step": step, "state": state, "round_timeout": 0.01, "keep_every": 1}
@@ -400,6 +402,7 @@ def test_a_kill_at_any_call_of_the_store_stops_no_other_island_and_leaves_no_pie
     assert moment > 40
 
 
+@pytest.mark.usefixtures("clock")
 def test_an_island_that_reads_a_body_while_it_is_deleted_goes_on_from_newer_parameters():
     """Of a body that is deleted, pieces may be gone while its index is there."""
     store, indices = islands.memory(), {}

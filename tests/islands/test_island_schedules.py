@@ -143,7 +143,7 @@ def play(reducer, options, fragments, schedule):
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.sampled_from(REDUCERS), OPTIONS, st.sampled_from([1, 2]), SCHEDULES)
 @example("exact", {}, 1, LEFT_AND_JOINED)
 @example("exact", {}, 2, LEFT_AND_JOINED)
@@ -155,7 +155,7 @@ def test_nothing_is_lost_in_any_schedule(reducer, options, fragments, schedule):
 @pytest.mark.slow
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("reducer", REDUCERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(OPTIONS, SCHEDULES)
 def test_nothing_is_lost_in_many_schedules(reducer, fragments, options, schedule):
     play(reducer, options, fragments, schedule)

@@ -15,6 +15,7 @@ from jaxdist import islands
 from jaxdist.islands import run
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_store_that_is_away_loses_nothing():
     store, away = islands.memory(), [False]
 
@@ -43,6 +44,7 @@ def test_a_store_that_is_away_loses_nothing():
         assert not report.offline
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_disk_that_is_unmounted_for_a_meeting_costs_no_progress(tmp_path):
     tx = method(inner=sgd(0.1))
     with islands.join(tmp_path / "run", tx, name="a", round_timeout=0.1) as island:
@@ -69,6 +71,7 @@ def test_a_listing_that_misses_a_session_is_no_other_process():
         assert island.meet(state)[1].counted
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_drift_that_is_damaged_is_not_counted_and_its_progress_is_kept():
     store, tx = islands.memory(), method(inner=sgd(0.1))
     spoiled = []
@@ -140,6 +143,7 @@ def silent_from(store, moment, silent):
     return wrap(store, around)
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_answers_that_are_lost_for_the_rest_of_a_meeting_lose_and_double_no_progress(overlap):
@@ -258,6 +262,7 @@ def test_a_store_that_throttles_slows_a_run_down_and_no_more():
     ]
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.slow
 def test_bytes_that_are_cut_on_their_way_are_read_again():
     """Each call in turn: a meeting goes on, and a drift that was not taken for that reason is kept."""
@@ -278,6 +283,7 @@ def enter_and_leave(store, tx):
         island.enter(begin(tx))
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_record_that_is_damaged_in_the_store_is_named():
     store, tx = islands.memory(), method()
     with islands.join(store, tx, name="a", round_timeout=0.1) as island:

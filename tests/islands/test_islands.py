@@ -238,6 +238,7 @@ def test_a_state_of_numpy_arrays_meets_as_one_of_jax():
     assert_close(found[1][1], found[0][1], tolerance=0)
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.slow
 def test_what_is_not_finite_is_never_sent():
     store, tx = islands.memory(), method("4 bits with feedback")
@@ -289,6 +290,7 @@ def test_a_body_that_is_no_code_is_damaged():
         replay._decode(protocol.hash_of(body), [body], 0)
 
 
+@pytest.mark.usefixtures("clock")
 def test_overlap_takes_the_round_at_the_next_meeting_and_keeps_what_came_since():
     store, tx = islands.memory(), method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0))
     with islands.join(store, tx, name="a", overlap=True, round_timeout=5) as island:
@@ -459,6 +461,7 @@ def test_averages_of_parameters_in_the_state_are_refused():
         island.enter((state, state.params))
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.slow
 def test_no_change_of_membership_compiles_anything():
     store, tx = islands.memory(), make_method("4 bits with feedback")
@@ -473,6 +476,7 @@ def test_no_change_of_membership_compiles_anything():
         assert compiled == []
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.slow
 def test_a_step_that_was_compiled_ahead_of_time_leaves_nothing_to_compile_to_the_first_meeting():
     tx = make_method("4 bits with feedback")
@@ -645,6 +649,7 @@ def test_a_learning_rate_that_the_outer_step_needs_and_no_step_passes():
     assert not [name for name in store.list("rounds/") if "drift" in name]
 
 
+@pytest.mark.usefixtures("clock")
 def test_progress_that_was_offline_counts_at_the_last_rate():
     """Later there may be no step to take a rate from, or one at the rate 0, and the drift is to be divided by one."""
     tx = jd.local_steps(optax.sgd(0.1), jd.local_sgd.slow_momentum(momentum=0.0), sync_period=H, axis=None)

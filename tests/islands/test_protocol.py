@@ -62,7 +62,7 @@ def test_records_come_back(record):
     assert parse(type(record), "name", to_json(record)) == record
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cut=st.integers(0, 200), flip=st.integers(0, 10**6))
 def test_a_damaged_body_is_named(cut, flip):
     body = pack("x", ARRAYS)

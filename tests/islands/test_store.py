@@ -224,7 +224,8 @@ class S3Double:
         self.requests, self._status, self._socket = 0, status, socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._open = []
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
     def _serve(self):
         with contextlib.suppress(OSError):
@@ -243,7 +244,13 @@ class S3Double:
         return islands.bucket("s3://bucket/run", **options, client_options={"allow_http": True, **client_options})
 
     def close(self):
-        self._socket.close()
+        # Ends what waits in `accept` and `recv`.
+        for one in (self._socket, *self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for one in (self._socket, *self._open):
+            one.close()
 
 
 @pytest.mark.parametrize("status", [409, 429, 503])

@@ -162,7 +162,13 @@ if attempt == 0:
 
 
 def test_a_node_that_does_not_come_is_named(start, address):
-    here = [start(2, "", nodes=4), start(0, "", "--timeout", "2", nodes=4)]
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))) as there:
+        here = [start(2, "", nodes=4)]
+        there.settimeout(60)
+        # It is there, and comes again at once.
+        there.accept()[0].close()
+    here.append(start(0, "", "--timeout", "2", nodes=4))
     for code, _, err in end(*here):
         assert code == 2
         assert err.startswith(
@@ -179,10 +185,11 @@ def test_a_node_that_does_not_come_is_named(start, address):
     ids=["first", "other"],
 )
 def test_a_launcher_that_waits_prints_for_what(node, said, address, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(nodes, "QUIET_SECONDS", 0.1)
+    # At once: a busy machine may leave no time after the first attempt.
+    monkeypatch.setattr(nodes, "QUIET_SECONDS", -1.0)
     with pytest.raises(MissingProcessError):
-        launch([sys.executable], 1, nodes=2, node=node, address=address, timeout_seconds=0.8, logs=tmp_path)
-    line = f"jaxdist launch: waiting for {said.format(re.escape(address))}, for 0.8 s at most"
+        launch([sys.executable], 1, nodes=2, node=node, address=address, timeout_seconds=0.4, logs=tmp_path)
+    line = f"jaxdist launch: waiting for {said.format(re.escape(address))}, for 0.4 s at most"
     assert re.fullmatch(line, capfd.readouterr().err.strip())
 
 

@@ -57,7 +57,7 @@ def assert_equal(found, wanted):
 
 
 @given(states())
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_every_bit_comes_back_and_the_reference_reads_the_same(case):
     leaves, old, new = case
     body = encode_patch(old, new, leaves)
@@ -84,7 +84,7 @@ numbers = st.lists(st.one_of(st.integers(0, 20), st.integers(0, 2**64 - 1)), min
 
 
 @given(st.lists(numbers, max_size=70), st.integers(1, 3))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_numbers_of_any_size(vectors, copies):
     vectors = [x * 10**copies for x in vectors[:3]] + vectors[3:]
     reader = Reader(encode_vectors([np.array(x, np.uint64) for x in vectors]))

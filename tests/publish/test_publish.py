@@ -114,7 +114,7 @@ def test_every_state_comes_back_bit_for_bit(states, wanted):
     assert bodies == ["anchors/00000011", "patches/00000012"]
 
 
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(st.integers(0, 2**31), st.sampled_from([0.0, 0.01, 0.3, 1.0]), st.sampled_from([1, 3, 50]))
 def test_random_changes_come_back(seed, share, anchor_every):
     store, params = islands.memory(), make_state(seed)
@@ -205,14 +205,14 @@ def pair():
     return jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
 
 
-@settings(deadline=None, max_examples=3)
+@settings(max_examples=3)
 @given(st.integers(0, 2**31))
 def test_kills_of_both_sides(pair, seed):
     publish_and_follow_with_kills(seed, 6, pair)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**31))
 def test_a_thousand_patches_and_kills_of_both_sides(mesh, seed):
     publish_and_follow_with_kills(seed, 25, mesh)

@@ -162,7 +162,7 @@ def play(rng, job, states, count, first):
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-@settings(deadline=None, max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**31))
 def test_processes_that_drop_states_by_themselves_agree_on_one(processes, where, seed):
     rng, store, states = np.random.default_rng(seed), written_once(), make_states(12, seed)
@@ -221,14 +221,14 @@ def ignore(function, *arguments):
         return
 
 
-@settings(deadline=None, max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**31))
 def test_kills_of_one_process_at_any_request(two, seed):
     publish_with_kills(seed, two, 4)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**31))
 def test_many_kills_of_one_process_at_any_request(processes, seed):
     publish_with_kills(seed, processes, 12)

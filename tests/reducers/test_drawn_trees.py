@@ -41,14 +41,14 @@ def check(name, tree, workers, dtype, seed):
     )
 
 
-@settings(max_examples=1, deadline=None, derandomize=True)
+@settings(max_examples=1, derandomize=True)
 @given(**examples)
 def test_reducers_keep_their_laws_on_drawn_trees(name, tree, workers, dtype, seed):
     check(name, tree, workers, dtype, seed)
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(**examples)
 def test_reducers_keep_their_laws_on_many_drawn_trees(name, tree, workers, dtype, seed):
     check(name, tree, workers, dtype, seed)

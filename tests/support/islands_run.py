@@ -120,7 +120,9 @@ def train(
                     return state, reports
 
 
-def train_together(store, tx, names, rounds, *, prepare=lambda island, number: None, **options):
+def train_together(
+    store, tx, names, rounds, *, prepare=lambda island, number: None, thread=threading.Thread, **options
+):
     """Several islands in threads, over one store; what they return, by name. An error in one is raised."""
     found: dict[str, Any] = {}
 
@@ -132,7 +134,7 @@ def train_together(store, tx, names, rounds, *, prepare=lambda island, number: N
             found[name] = error
 
     step = step_of(tx)
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(names)]
+    threads = [thread(target=run, args=pair) for pair in enumerate(names)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -106,7 +106,7 @@ def test_shift_one_pairs_the_halves():
 
 
 @given(st.integers(2, 9), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_colors(workers, data):
     """Every edge once, no worker twice in a group; the fewest groups for arcs, at most one more for edges."""
     arcs = [(i, j) for i, j in itertools.permutations(range(workers), 2) if data.draw(st.booleans())]
