@@ -244,13 +244,13 @@ def listen_with_gloo_at(host: str) -> None:
     xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
-def mixes_loops() -> bool:
-    """Whether XLA may run collectives of a loop beside others of the program, which gloo mixes up.
+def mixes_collectives() -> bool:
+    """Whether XLA may run collectives of a loop or a branch beside others of the program, which gloo mixes up.
 
-    The CPU processes of jax 0.12 do so where they have several threads: a process ends with "Received data size doesn't
-    match expected size". Of collectives outside of loops the order is that of the program.
+    CPU processes do so where they have several threads: one ends with "Received data size doesn't match expected size",
+    or takes the data of one collective for those of another. Of others the order is that of the program.
     """
-    return jax.__version_info__ >= (0, 12) and jax.default_backend() == "cpu" and jax.process_count() > 1
+    return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
 def find_known_problems() -> list[tuple[str, str]]:
@@ -271,14 +271,14 @@ def find_known_problems() -> list[tuple[str, str]]:
                 "long as it takes",
             )
         )
-        if mixes_loops():
-            found.append(
-                (
-                    "between CPU processes of several threads, collectives of a loop or branch may meet others of the "
-                    "step, and a process ends",
-                    "set NPROC=1 if a process has one device and the step has such loops; gathered_scan has none",
-                )
+        found.append(
+            (
+                "between CPU processes of several threads, collectives of a loop or branch may meet others of the "
+                "program, and a process ends or computes wrong numbers",
+                "jaxdist orders those of a distributed step; set NPROC=1 for programs of your own, if a process has "
+                "one device",
             )
+        )
         if getattr(jax.config, "jax_compilation_cache_dir", None):
             found.append(
                 (

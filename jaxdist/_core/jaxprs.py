@@ -32,6 +32,28 @@ LOOPS = ("scan", "while")
 # These run as a whole: none of their results is available before all operands are.
 INDIVISIBLE = (*LOOPS, "cond")
 
+# What each primitive that communicates becomes, under its names in JAX 0.10 to 0.12 without a suffix `_start`.
+COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "unreduced_psum": "all-reduce",
+    "unreduced_pmax": "all-reduce",
+    "unreduced_pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_gather_reduced": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "unreduced_reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+    "psend": "collective-permute",
+    "pbroadcast": "collective-broadcast",
+    "pbroadcast_dynamic": "collective-broadcast",
+}
+
 
 def inner_jaxprs(equation: Any) -> list[Any]:
     """The jaxprs among the parameters of an equation (branches, bodies), closed."""

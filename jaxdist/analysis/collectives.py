@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .._core.compat import ClosedJaxpr
-from .._core.jaxprs import inner_jaxprs
+from .._core.jaxprs import COLLECTIVES, inner_jaxprs
 from .base import (
     Collective,
     Collectives,
@@ -48,27 +48,6 @@ _KINDS = (
     "collective-broadcast",
 )
 CALLERS = ("async", "call", "custom-call", "fusion", "map")
-# Primitives under their names in JAX 0.10 to 0.12; a suffix `_start` is stripped first.
-_PRIMITIVES = {
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "unreduced_psum": "all-reduce",
-    "unreduced_pmax": "all-reduce",
-    "unreduced_pmin": "all-reduce",
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "all_gather_reduced": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "unreduced_reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-    "ppermute": "collective-permute",
-    "psend": "collective-permute",
-    "pbroadcast": "collective-broadcast",
-    "pbroadcast_dynamic": "collective-broadcast",
-}
 
 
 def collectives(program: Program, *, branch: str = "max") -> Collectives:
@@ -260,7 +239,7 @@ def logical_collectives(
 
     def visit(equation: Any, sizes: dict[str, int], where: str) -> list[Collective]:
         name, params = equation.primitive.name, equation.params
-        kind = _PRIMITIVES.get(name.removesuffix("_start"))
+        kind = COLLECTIVES.get(name.removesuffix("_start"))
         if kind:
             return _record_equation(kind, equation, sizes, where, warnings)
         inside = _path(equation, where)

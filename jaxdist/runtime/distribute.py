@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._core.compat import shard_map, with_weak_types
+from .._core.compat import mixes_collectives, shard_map, with_weak_types
 from .._core.hashing import hash_array
+from .._core.in_order import in_order
 from .._core.trees import leaf_name, to_device
 from .._core.types import Array, AxisNames, PyTree, State
 from ..comm.over import over
@@ -58,6 +59,8 @@ def distribute(
 
     The step receives the state without worker dimensions (a field `PerWorker(params)` arrives as plain parameters) and
     this worker's shard of the batch, and returns the state and metrics that are equal on all workers.
+
+    Between CPU processes collectives behind a loop or branch that communicates wait for it: XLA would mix them up.
 
     Args:
       mesh: the mesh. Axes other than `axis` (tensor parallelism) are left to the compiler, or, if they are Explicit, to
@@ -179,8 +182,9 @@ class _Distributed(NamedTuple):
     def _run_worker(self, view: WorkerView, static: dict[str, Any], state: State, batch: PyTree) -> tuple[State, Any]:
         """Runs the step of one worker on its shards, and checks what must be equal on all workers."""
         # JAX reports values that it cannot type, such as a replicated carry that becomes varying, by a TypeError.
+        run = partial(run_in_view, self.step, view, **static)
         try:
-            new, metrics = run_in_view(self.step, view, state, batch, **static)
+            new, metrics = (in_order(run) if mixes_collectives() else run)(state, batch)
         except TypeError as error:
             if "manual axis types do not match" in str(error):
                 error.add_note(UNTYPABLE)
