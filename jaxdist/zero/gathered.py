@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.checks import check_range
+from .._core.compat import mixes_collectives
 from .._core.hashing import cheap_hash
 from .._core.trees import fold_keys, is_overwritten, map_with_collections
 from .._core.types import Array, AxisNames, Like, PyTree
@@ -146,6 +147,8 @@ def gathered_scan(
     *On the wire*: as `gathered`, once for each layer; with `prefetch` one gather less in total, since the backward pass
     starts with the layer that the forward pass ended with.
 
+    Between CPU processes the loop is unrolled, since XLA there mixes collectives in a loop with others.
+
     Args:
       layers: the parameters of each layer, with the same tree, shapes and dtypes; separate in the train state. This
         worker's shards are stacked for the loop, which copies them.
@@ -184,7 +187,13 @@ def gathered_scan(
         stacked, x, args = over(axis).varying((stacked, x, args))
         return _scan_with_prefetch(f, lambda params: tx.assemble(params, tx.keep(params)), stacked, x, args)
     layer = gathered(f, axis=axis, reducer=reducer, compressor=compressor, secondary_partition=secondary_partition)
-    return lax.scan(lambda x, params: (layer(params, x, *args), None), x, stacked)[0]
+    return _loop_over(lambda x, params: (layer(params, x, *args), None), x, stacked)[0]
+
+
+def _loop_over(
+    body: Callable[..., Any], start: PyTree, layers: PyTree, *, reverse: bool = False
+) -> tuple[PyTree, PyTree]:
+    return lax.scan(body, start, layers, reverse=reverse, unroll=mixes_collectives())
 
 
 class _Gathered(NamedTuple):
@@ -330,7 +339,7 @@ def _forward(scan: _Scan, stacked: PyTree, x: PyTree, floats: PyTree, integers: 
         return (x, following), x
 
     start = (x, scan.gather(_layer_at(stacked, 0)))
-    (last, params), outputs = lax.scan(body, start, jnp.arange(scan.count - 1)) if scan.count > 1 else (start, ())
+    (last, params), outputs = _loop_over(body, start, jnp.arange(scan.count - 1)) if scan.count > 1 else (start, ())
     return scan.layer(params, last, floats, integers), (stacked, x, outputs, params, floats, integers)
 
 
@@ -356,7 +365,7 @@ def _backward(scan: _Scan, saved: tuple, g: PyTree) -> tuple[PyTree, PyTree, PyT
     # `floats` are used by every layer, so their gradients are summed over the layers.
     carry = (g, params, jax.tree.map(jnp.zeros_like, stacked), jax.tree.map(jnp.zeros_like, floats))
     if scan.count > 1:
-        carry, _ = lax.scan(body, carry, jnp.arange(1, scan.count), reverse=True)
+        carry, _ = _loop_over(body, carry, jnp.arange(1, scan.count), reverse=True)
     g, params, gradients, sums = carry
     of_whole, g, of_floats = pull_back(params, x, g)
     return store(gradients, 0, of_whole), g, jax.tree.map(jnp.add, sums, of_floats), None

@@ -1,6 +1,7 @@
 """ZeRO stage 3: parameters that are cut, against the same step with whole ones."""
 
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -302,3 +303,16 @@ def test_conditions_around_communication_are_refused(name):
     for mode in MODES:
         with pytest.raises(ValueError, match=rf"optax.{name} .* put it inside, zero_redundancy\(optax.{name}"):
             train(around, mode, steps=1, stage=1)
+
+
+@pytest.mark.parametrize("through", [in_a_loop, one_ahead])
+def test_there_is_no_loop_where_its_collectives_would_meet_others(monkeypatch, expected, through):
+    """Between CPU processes a gather of the head begins while the loop gathers layers, and gloo fails."""
+    monkeypatch.setattr(importlib.import_module("jaxdist.zero.gathered"), "mixes_collectives", lambda: True)
+    tx = jd.zero_redundancy(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
+    mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    start = shard(params(), smallest=100)
+    state, _ = run(tx, through, start, mesh)
+    assert_close(jd.consensus(state.params), expected, 2e-6)
+    lowered = jd.distribute(make(tx, through), mesh).lower(state, batches(1)[0])
+    assert "while" not in lowered.as_text()
