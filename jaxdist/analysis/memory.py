@@ -6,6 +6,7 @@ import jax
 
 from .hlo_reader import compile_lowered
 
+
 class Memory(NamedTuple):
     """The bytes that the compiler plans for a program on one device.
 
