@@ -41,7 +41,8 @@ def plan_step(
 ) -> planning.Planned:
     """Compiles the step that `make(mesh, reducer)` returns for a target, and reads memory, bytes and time from it.
 
-    The mesh is set while the step is made and traced, so that a plain `jax.jit` may name its axes.
+    The mesh is set while the step is made and traced, so that a plain `jax.jit` may name its axes. While it is made,
+    the mesh is one without devices: those of the target could not make an array.
 
     Raises:
       ValueError: `make`, the step or the compiler fails; JAX refuses a step for other devices than those of the mesh.
@@ -49,8 +50,9 @@ def plan_step(
     compiled_for, mesh = planning.mesh_of(target, num_slices, axes)
     chip = compiled_for if chip is None else chip
     start = time.perf_counter()
-    with jax.set_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         step = make(mesh, reducer)
+    with jax.set_mesh(mesh):
         lowered = step.lower(name)
     spelled = target if num_slices == 1 else f"{num_slices} x {target}"
     known: dict[str, Any] = {"target": spelled, "devices": mesh.size, "chip": chip, "parameters": 0}

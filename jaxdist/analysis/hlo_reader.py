@@ -101,12 +101,18 @@ class Between(NamedTuple):
     key: str  # the same for the `send` and the `recv` of one collective
 
 
+def compile_lowered(program: jax.stages.Compiled | jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a lowered program, and returns a compiled one unchanged."""
+    if not hasattr(program, "as_text"):
+        raise TypeError(f"{type(program).__name__} is no program: pass what step.lower(state, batch) returns")
+    return program.compile() if isinstance(program, jax.stages.Lowered) else program
+
+
 def program_text(program: Program) -> str:
     """Returns the optimized HLO of a compiled program; compiles a lowered one, and returns text unchanged."""
     if isinstance(program, str):
         return program
-    compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
-    if (text := compiled.as_text()) is None:
+    if (text := compile_lowered(program).as_text()) is None:
         raise ValueError("this backend does not provide the text of its programs; compile for another platform")
     return text
 

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import jax
 
+from .hlo_reader import compile_lowered
+
 
 class Memory(NamedTuple):
     """The bytes that the compiler plans for a program on one device.
@@ -39,8 +41,8 @@ class Memory(NamedTuple):
         return "\n".join(["            device MB     host MB", *lines])
 
 
-def memory(compiled: jax.stages.Compiled) -> Memory:
-    """Returns the memory that one device needs for a compiled program, by the compiler's plan.
+def memory(program: jax.stages.Compiled | jax.stages.Lowered) -> Memory:
+    """Returns the memory that one device needs for a program, by the compiler's plan; compiles a lowered one.
 
     `peak` is computed here because the field that XLA calls peak leaves out the temporary buffers on CPU.
 
@@ -57,7 +59,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
     Examples:
       >>> import jax, jax.numpy as jnp
-      >>> plan = memory(jax.jit(lambda x: x + 1).lower(jnp.ones(256)).compile())
+      >>> plan = memory(jax.jit(lambda x: x + 1).lower(jnp.ones(256)))
       >>> plan.arguments, plan.outputs, plan.peak
       (1024, 1024, 2048)
       >>> print(plan)
@@ -68,7 +70,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
       aliased         0.000       0.000
       peak            0.002       0.000
     """
-    stats = compiled.memory_analysis()
+    stats = compile_lowered(program).memory_analysis()
     if stats is None:
         raise ValueError(
             "this backend does not report the memory of its compiled programs; compile for another platform"

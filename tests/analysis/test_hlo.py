@@ -2,6 +2,7 @@
 
 import textwrap
 
+import jax
 import pytest
 
 from jaxdist import analysis
@@ -252,6 +253,12 @@ def test_narrow_and_unusual_types_have_their_numpy_names_and_bits():
 def test_the_tiles_of_a_layout_pad_the_buffer(text, padded):
     (shape,) = hlo_reader.shapes(text)
     assert shape.padded_nbytes == padded
+
+
+def test_a_function_that_was_not_lowered_is_refused_with_what_to_pass():
+    read = hlo_reader.compile_lowered.__wrapped__  # as users call it, without the type checks of the tests
+    with pytest.raises(TypeError, match=r"PjitFunction is no program: pass what step.lower\(state, batch\) returns"):
+        read(jax.jit(abs))
 
 
 def test_padding_is_counted_beside_the_entries():

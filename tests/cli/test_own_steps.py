@@ -87,6 +87,12 @@ def half(mesh):
 def no_shardings(mesh):
     return jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
+def eager(mesh):
+    # Devices of a target that is not attached compute nothing.
+    weights = jax.random.normal(jax.random.key(0), (64, 64))
+    assert weights.devices() == {jax.devices()[0]}, weights.devices()
+    return jax.jit(lambda x: x @ weights), rows(mesh)
+
 def elsewhere(mesh):
     return jax.jit(lambda x: x + 1), jax.device_put(jnp.ones(3), jax.devices()[-1])
 
@@ -171,6 +177,15 @@ def test_arguments_without_shardings_are_on_all_devices(folder, capsys):
     status, said, _ = plan(capsys, "--step", "own_steps:no_shardings")
     assert status == 0
     assert "arguments 16.4 kB" in said
+
+
+@pytest.mark.parametrize("target", ["h100:1x4", "v5e:2x2"])
+def test_arrays_may_be_made_beside_the_step(folder, capsys, target):
+    """On this machine: the devices of the target are not attached."""
+    if target.startswith("v5e"):
+        pytest.importorskip("libtpu", reason="libtpu is not installed")
+    status, _, refused = plan(capsys, "--step", "own_steps:eager", "--axes", "data=4", target=target)
+    assert status == 0, refused
 
 
 def test_what_does_not_fit_is_told(folder, capsys):

@@ -118,6 +118,19 @@ def test_only_the_reducers_bytes_cross_between_slices(kind):
     assert found == {"exact": 4 * entries + 4, "f16": 2 * entries + 4}
 
 
+def test_the_norm_of_the_mean_is_read_from_the_state():
+    mesh = make_mesh()
+    tx = optax.chain(
+        jd.all_reduce(jd.exact(), axis="dcn", specs=SPECS),
+        optax.snapshot("norm", optax.tree.norm),
+        optax.clip_by_global_norm(1e-3),
+    )
+    with jax.set_mesh(mesh):
+        (_, opt_state), _ = jax.jit(make_step(tx, exact_loss))(make_state(tx, mesh), batch(mesh))
+        expected = optax.tree.norm(jax.jit(jax.grad(exact_loss))(make_params(), batch(mesh)))
+    assert_close(optax.tree.get(opt_state, "norm"), expected)
+
+
 @KINDS
 def test_parameters_may_be_whole_inside_a_slice(kind):
     """Data parallelism inside slices: further axes shard the batch alone, and `specs=P()` says so."""
