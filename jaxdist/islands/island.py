@@ -912,7 +912,7 @@ class Island:
 
     def _with_fresh_reducer(self, local: LocalStepsState, like: PyTree, fragment: int) -> LocalStepsState:
         """The state without what its reducer has kept, which may have been sent since, and without counts."""
-        fresh = bind(self._config.init_reducer(fragment, local.anchor), None)
+        fresh = bind(self._config.init_reducer(fragment, local.anchor, self._config.reducer), None)
         fresh = jax.tree.map(lambda x, y: place_leaf(x, y.sharding), fresh, like)
         local = with_shared(local._replace(reducer=(fresh,)), select_shared(local))
         return restart_counts(local, np.int32(self._replay.round))

@@ -53,7 +53,7 @@ def automatic_mesh() -> Iterator[None]:
 
 
 def _find_mesh(params: PyTree) -> Mesh | None:
-    """The mesh on which parameters lie, or `None` for a single device."""
+    """The mesh that parameters are placed on, or `None` for a single device."""
     shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     return next((x.mesh for x in shardings if isinstance(x, NamedSharding)), None)
 

@@ -15,10 +15,12 @@ from ..comm.base import add_bytes
 from ..comm.over import over
 from ..reducers.exact import exact
 from ..reducers.reducer import Law, Reducer, check_reducer
-from ..state.marks import PerWorker, bind, is_mark, with_value
+from ..state.marks import PerWorker, axis_tuple, bind, expand_specs, is_mark, with_value
+from ..state.parameter_specs import check_specs, spec_axes
 from ..transforms.common import LearningRate, inner_step, rate_at
 from ..transforms.extra_args import with_extra_args
 from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes
+from ..transforms.on_shards import on_shards
 from ..transforms.weights import check_shared, number_per_leaf, weight_of_leaves
 from .buffers import Buffers
 from .fragments import (
@@ -66,6 +68,7 @@ def local_steps(
     warmup_steps: int = 0,
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
+    specs: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `H` steps on each worker's own data, then one step of an outer optimizer along the mean change.
 
@@ -92,6 +95,7 @@ def local_steps(
       buffers: `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero, or `"average"` (sent).
       warmup_steps: first steps, of averaged gradients.
       reducer: of the drift; by default `exact()`.
+      specs: as in `all_reduce`, so that a reducer codes each shard (FSDP, tensor parallelism).
 
     Returns:
       The end of a chain; its `update` needs `params`.
@@ -138,11 +142,25 @@ def local_steps(
     inner, outer = with_extra_args(inner), with_extra_args(outer)
     reducer = exact() if reducer is None else reducer
     check_reducer(reducer)
+    _check_specs(specs, axis)
     first_rounds = [first_round(sync_period, offset, i, partition.number) for i in range(partition.number)]
     merging = merge_alpha, overlap_correction, eager, merge, buffers, warmup_steps
     return LocalStepsMethod(
-        inner, outer, reducer, partition, first_rounds, sync_period, delay, *merging, axis
+        inner, outer, reducer, partition, first_rounds, sync_period, delay, *merging, axis, specs
     ).as_transformation()
+
+
+def _check_specs(specs: PyTree | None, axis: AxisNames) -> None:
+    """Checks that specs, if any, are over other axes than that of the workers, whose models differ."""
+    check_specs(specs, caller="local_steps(specs=)")
+    if specs is not None and axis is None:
+        raise ValueError("specs= are of workers on a mesh, and with axis=None there is one alone: leave them out")
+    named = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} & set(axis_tuple(axis))
+    if named:
+        raise ValueError(
+            f"local_steps(specs=) name the axis of the workers, {min(named)!r}, whose models differ between rounds: "
+            "name the axes that shard each worker's parameters"
+        )
 
 
 class LocalSteps(optax.GradientTransformationExtraArgs):
@@ -185,6 +203,7 @@ class LocalStepsMethod(NamedTuple):
     buffers: Buffers
     warmup_steps: int
     axis: AxisNames
+    specs: PyTree | None
 
     def as_transformation(self) -> LocalSteps:
         """The transformation of these arguments."""
@@ -203,7 +222,8 @@ class LocalStepsMethod(NamedTuple):
         check_outer(self.outer, anchor)
         check_entrywise(self.outer, anchor)
         number = self.fragments.number
-        parts = split(anchor, labels_of(self.fragments, anchor), number)
+        labels = labels_of(self.fragments, anchor)
+        parts = split(anchor, labels, number)
         inner = self.inner.init(params)
         self._check_merge(params, inner)
         if has_models(inner):
@@ -217,7 +237,8 @@ class LocalStepsMethod(NamedTuple):
                 merge_alpha=self.merge_alpha,
                 warmup_steps=self.warmup_steps,
             )
-        reducers = [self.init_reducer(i, part) for i, part in enumerate(parts)]
+        by_fragment = self._reducers(anchor, labels)
+        reducers = [self.init_reducer(i, *each) for i, each in enumerate(zip(parts, by_fragment, strict=True))]
         return LocalStepsState(
             count=jnp.zeros((), jnp.int32),
             since=jnp.zeros(number, jnp.int32),
@@ -232,9 +253,16 @@ class LocalStepsMethod(NamedTuple):
             sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if self.keeps_sent else ()), self.axis),
         )
 
-    def init_reducer(self, fragment: int, part: Updates) -> State:
+    def _reducers(self, anchor: Updates, labels: PyTree) -> list[Reducer]:
+        """The reducer of each fragment: with `specs`, that of its shards."""
+        if self.specs is None:
+            return [self.reducer] * self.fragments.number
+        parts = split(expand_specs(self.specs, anchor), labels, self.fragments.number)
+        return [on_shards(self.reducer, part, self.axis) for part in parts]
+
+    def init_reducer(self, fragment: int, part: Updates, reducer: Reducer) -> State:
         """The first state of the reducer of a fragment, whose part of the anchor this is."""
-        state = init_reducer(self.reducer, part)
+        state = init_reducer(reducer, part)
         # Fragments draw different numbers.
         return fold_keys(state, fragment) if fragment else state
 
@@ -333,8 +361,9 @@ class LocalStepsMethod(NamedTuple):
     ) -> _Step:
         override = parse_sync_override(sync, self.fragments.number)
         # Steps that end no round, as those of an island, reduce nothing.
-        if self.reducer.law != Law.MEAN and (override is None or len(override)):
-            refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
+        if self.specs is None and self.reducer.law != Law.MEAN and (override is None or len(override)):
+            advice = "pass local_steps(..., specs=) with the PartitionSpec of each parameter, or use exact()"
+            refuse_model_axes("this reducer", advice)
         warm = False if override is not None or not self.warmup_steps else state.count < self.warmup_steps
         # A round starts only after the previous one has arrived.
         chosen = self.sync_period if sync_period is None else sync_period
@@ -381,14 +410,14 @@ class LocalStepsMethod(NamedTuple):
     ) -> tuple[LocalStepsState, Updates | None, list[Flag]]:
         """Synchronizes the fragments that are due; returns the state, the updates, and a flag for each fragment."""
         labels, number = labels_of(self.fragments, state.anchor), self.fragments.number
-        fragments = split_state(state, labels)
+        fragments, reducers = split_state(state, labels), self._reducers(state.anchor, labels)
         due = self._due_fragments(step, fragments)
         trees = [[None] * number if tree is None else split(tree, labels, number) for tree in (params, steps, group)]
         after = [
             synchronize_fragment(
                 step.comm,
                 flag,
-                self.reducer,
+                reducer,
                 self.outer,
                 fragment,
                 *part,
@@ -400,7 +429,7 @@ class LocalStepsMethod(NamedTuple):
                 eager=self.eager,
                 weigh_drift=weigh_drift,
             )
-            for flag, fragment, *part in zip(due, fragments, *trees, strict=True)
+            for flag, reducer, fragment, *part in zip(due, reducers, fragments, *trees, strict=True)
         ]
         state = merge_state(state, [fragment for fragment, _ in after], labels)
         return state, None if steps is None else merge([part for _, part in after], labels), due

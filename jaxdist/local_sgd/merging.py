@@ -35,7 +35,7 @@ def to_polar(drift: Updates) -> Polar:
 def from_polar(mean: Polar, whole: Sharding | None = None) -> Updates:
     """Returns `mean(‖x‖) φ(mean(φ(x)))`; where directions cancel, their mean at that length, which is about zero.
 
-    With `whole`, a replicated sharding, each device measures whole directions: a sum over entries that lie on several
+    With `whole`, a replicated sharding, each device measures whole directions: a sum over the entries of several
     devices has other bits on another mesh.
     """
 

@@ -305,8 +305,8 @@ NO_SHARDS = (
     "such, error_feedback and loco around two_shot, per_leaf or reducer_schedule of them: use one, or "
 )
 NO_MODEL_AXES = (
-    "this reducer needs to know how leaves are sharded: pass all_reduce(specs=), or shard the model over an axis that "
-    "is mapped by hand"
+    "this reducer needs to know how leaves are sharded: pass specs= to all_reduce or local_steps, or shard the model "
+    "over an axis that is mapped by hand"
 )
 HAS_FEEDBACK = "this reducer has error feedback already; use it once, around the reducer that compresses"
 

@@ -6,22 +6,41 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
 from .._core.compat import mesh_axes_left_over, shard_map, varying_axes
 from .._core.trees import select_leaves
 from .._core.types import Array, AxisNames, PyTree, State, Updates
+from ..comm.base import Comm, Sent, count_sent, total_bytes
 from ..comm.over import over
-from ..reducers.reducer import Extras, Reducer, shards_of
+from ..reducers.reducer import Extras, Law, Reduced, Reducer, shards_of
 from ..state.marks import PerWorker, axis_tuple, expand_specs, map_marked, with_value
 from ..state.parameter_specs import spec_axes, without_axes
 from .reduce_scatter import scattered_dimensions, scattering
 
 FLATTENED = (
-    "all_reduce(specs=) needs a reducer with separate state for each leaf; put error feedback around bucketed, not "
+    "specs= needs a reducer with separate state for each leaf; put error feedback around bucketed, not "
     "inside, and do not use hierarchical"
 )
+
+
+def on_shards(reducer: Reducer, specs: PyTree, axis: AxisNames) -> Reducer:
+    """The reducer of leaves that the compiler shards, on each shard by itself; of its results, only the mean is whole.
+
+    A plain mean needs no specs, and stays as it is.
+    """
+    if reducer.law == Law.MEAN:
+        return reducer
+
+    def reduce(updates: Updates, state: State, comm: Comm, extras: Extras) -> tuple[Reduced, State]:
+        # The parameters of a shard are not those of the drift.
+        shard_extras = extras._replace(params=None)
+        mean, state = reduce_on_shards(reducer, updates, state, specs, axis, shard_extras, comm.ledger)
+        return Reduced(mean, own=None), state
+
+    return reducer._replace(init=partial(init_on_shards, reducer, specs=specs, axis=axis), reduce=reduce)
 
 
 def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree, axis: AxisNames) -> State:
@@ -62,20 +81,29 @@ def _init_kind(reducer: Reducer, params: PyTree, specs: PyTree, axis: AxisNames)
 
 
 def reduce_on_shards(
-    reducer: Reducer, updates: Updates, state: State, specs: PyTree, axis: AxisNames, extras: Extras
+    reducer: Reducer,
+    updates: Updates,
+    state: State,
+    specs: PyTree,
+    axis: AxisNames,
+    extras: Extras,
+    ledger: list[Sent] | None = None,
 ) -> tuple[Updates, State]:
-    """Runs `reducer.reduce` on each shard, separately for each kind of leaves; returns the mean and the new state."""
+    """Runs `reducer.reduce` on each shard, separately for each kind of leaves; returns the mean and the new state.
+
+    What all shards send is appended to `ledger`.
+    """
     kinds = _kinds(specs)
     specs = expand_specs(specs, updates)
     names = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} - set(axis_tuple(axis))
     # Axes that shard the batch alone: inside a map over them the compiler divides no flattened leaf.
     names = names or set(mesh_axes_left_over())
     if len(kinds) == 1:
-        return _reduce_kind(reducer, updates, state, specs, names, axis, extras)
+        return _reduce_kind(reducer, updates, state, specs, names, axis, extras, ledger)
     reduced = {}
     for kind in kinds:
         own, own_specs = _select(kind, specs, updates, specs)
-        reduced[kind] = _reduce_kind(reducer, own, state[kind], own_specs, names, axis, extras)
+        reduced[kind] = _reduce_kind(reducer, own, state[kind], own_specs, names, axis, extras, ledger)
     means = [mean for mean, _ in reduced.values()]
     mean = jax.tree.map(lambda spec, *parts: parts[kinds.index(_kind(spec))], specs, *means)
     return mean, {kind: new for kind, (_, new) in reduced.items()}
@@ -117,31 +145,47 @@ def _reduce_kind(
     names: set[str],
     axis: AxisNames,
     extras: Extras,
+    ledger: list[Sent] | None,
 ) -> tuple[Updates, State]:
-    reducer, specs = _over_others(reducer, specs, axis, dict(jax.sharding.get_abstract_mesh().shape))
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    reducer, specs = _over_others(reducer, specs, axis, sizes)
     if not names:
-        reduced, state = reducer.reduce(updates, state, over(axis), extras)
+        reduced, state = reducer.reduce(updates, state, _counted(axis, ledger), extras)
         return reduced.mean, state
 
     # The leading dimension of a leaf counts shards where a mark says so.
     state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in _shard_marks(names, marks))), state)
 
-    def reduce_shard(updates, state):
+    # The worker's numbers, which all of its devices have.
+    arrays, static = [x if isinstance(x, jax.Array) else None for x in extras], extras
+
+    def reduce_shard(updates, state, arrays):
+        extras = Extras(*(x if x is not None else other for x, other in zip(arrays, static, strict=True)))
         squeezed = map_marked(lambda marks, leaf: leaf[0] if _shard_marks(names, marks) else leaf, state)
-        plain = _strip_marks(squeezed, names)
-        reduced, plain = reducer.reduce(updates, plain, over(axis), extras)
+        plain, sent = _strip_marks(squeezed, names), []
+        reduced, plain = reducer.reduce(updates, plain, _counted(axis, None if ledger is None else sent), extras)
         new = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
-        return reduced.mean, map_marked(partial(_unsqueeze, names), new)
+        sent_bytes = jnp.asarray(total_bytes(sent), jnp.float32)
+        return reduced.mean, map_marked(partial(_unsqueeze, names), new), sent_bytes
 
     mapped = shard_map(
         reduce_shard,
         mesh=None,
-        in_specs=(specs, state_specs),
-        out_specs=(specs, state_specs),
+        in_specs=(specs, state_specs, PartitionSpec()),
+        out_specs=(specs, state_specs, PartitionSpec()),
         axis_names=names,
         check_vma=True,
     )
-    return mapped(updates, state)
+    mean, state, sent_bytes = mapped(updates, state, arrays)
+    if ledger is not None:
+        # All leaves are cut by the same axes. Other axes hold copies, which count once, as they do without specs.
+        shards = math.prod(sizes[name] for spec in jax.tree.leaves(specs)[:1] for name in spec_axes(spec))
+        ledger.append(Sent("shards", shards * sent_bytes))
+    return mean, state
+
+
+def _counted(axis: AxisNames, ledger: list[Sent] | None) -> Comm:
+    return over(axis) if ledger is None else count_sent(over(axis), ledger)
 
 
 def _shard_marks(names: set[str], marks: Sequence[Any]) -> list[PerWorker]:
