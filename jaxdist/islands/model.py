@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._core.trees import named_leaves
 from .._core.types import PyTree
@@ -52,18 +52,18 @@ def automatic_mesh() -> Iterator[None]:
         yield
 
 
-def _find_mesh(params: PyTree) -> Mesh | None:
+def _find_mesh(params: PyTree) -> Mesh | AbstractMesh | None:
     """The mesh that parameters are placed on, or `None` for a single device."""
     shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     return next((x.mesh for x in shardings if isinstance(x, NamedSharding)), None)
 
 
-def _sharding_of(x: jax.Array, mesh: Mesh | None) -> Sharding:
+def _sharding_of(x: jax.Array, mesh: Mesh | AbstractMesh | None) -> Sharding:
     """Where an array belongs: on the whole mesh of the parameters if JAX has put it somewhere, and may move it."""
     return x.sharding if x.committed or mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-def _commit(tree: PyTree, mesh: Mesh | None) -> PyTree:
+def _commit(tree: PyTree, mesh: Mesh | AbstractMesh | None) -> PyTree:
     """Commits arrays to their devices; sharding axes that are part of types become such as the compiler may use.
 
     The programs of a meeting reshape and join the leaves of any model. No array is copied but those of NumPy, as a file
@@ -87,7 +87,7 @@ def _automatic(mesh: Any) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _place(new: PyTree, old: PyTree, mesh: Mesh | None) -> PyTree:
+def _place(new: PyTree, old: PyTree, mesh: Mesh | AbstractMesh | None) -> PyTree:
     # The compiled step expects the placement that it returned.
     return jax.tree.map(lambda x, y: jax.device_put(x, _sharding_of(_on_device(y), mesh)), new, old)
 

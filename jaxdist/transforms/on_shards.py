@@ -157,13 +157,13 @@ def _reduce_kind(
     state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in _shard_marks(names, marks))), state)
 
     # The worker's numbers, which all of its devices have.
-    arrays, static = [x if isinstance(x, jax.Array) else None for x in extras], extras
+    numbers = {name: x for name, x in extras._asdict().items() if isinstance(x, jax.Array)}
 
-    def reduce_shard(updates, state, arrays):
-        extras = Extras(*(x if x is not None else other for x, other in zip(arrays, static, strict=True)))
+    def reduce_shard(updates, state, numbers):
         squeezed = map_marked(lambda marks, leaf: leaf[0] if _shard_marks(names, marks) else leaf, state)
         plain, sent = _strip_marks(squeezed, names), []
-        reduced, plain = reducer.reduce(updates, plain, _counted(axis, None if ledger is None else sent), extras)
+        group = _counted(axis, None if ledger is None else sent)
+        reduced, plain = reducer.reduce(updates, plain, group, extras._replace(**numbers))
         new = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
         sent_bytes = jnp.asarray(total_bytes(sent), jnp.float32)
         return reduced.mean, map_marked(partial(_unsqueeze, names), new), sent_bytes
@@ -176,7 +176,7 @@ def _reduce_kind(
         axis_names=names,
         check_vma=True,
     )
-    mean, state, sent_bytes = mapped(updates, state, arrays)
+    mean, state, sent_bytes = mapped(updates, state, numbers)
     if ledger is not None:
         # All leaves are cut by the same axes. Other axes hold copies, which count once, as they do without specs.
         shards = math.prod(sizes[name] for spec in jax.tree.leaves(specs)[:1] for name in spec_axes(spec))

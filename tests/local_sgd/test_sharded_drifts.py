@@ -42,7 +42,7 @@ def method(reducer, specs=SPECS, **options):
     return jd.local_steps(optax.adam(0.03), outer, sync_period=2, reducer=reducer, axis="dcn", specs=specs, **options)
 
 
-def run(tx, mesh, steps=5, **extras):
+def run(tx, mesh, steps=5, specs=SPECS, **extras):
     """The state after some steps, and the program of one."""
 
     def step(state, x):
@@ -52,7 +52,7 @@ def run(tx, mesh, steps=5, **extras):
         after = {"params": optax.apply_updates(state["params"], updates), "opt": opt}
         return after, {"loss": jax.lax.pmean(value, "dcn"), "sent": opt.sent}
 
-    specs = SPECS if "fsdp" in mesh.axis_names else None
+    specs = specs if "fsdp" in mesh.axis_names else None
     make = lambda: {"params": jd.PerWorker(params()), "opt": tx.init(params())}  # noqa: E731
     state, trained = jd.init_state(make, mesh, axis="dcn", specs=specs), jd.distribute(step, mesh, axis="dcn")
     program = trained.lower(state, ROWS[0]).compile()
@@ -76,6 +76,16 @@ def test_the_numbers_and_bytes_are_those_of_whole_models(sharded, flat, options)
     # A device sends its quarter of the matrix, its half of "b", and "c", in two bytes an entry.
     assert sent.across(sharded, "dcn").wire_bytes == pytest.approx(2 * (64 / 4 + 8 / 2 + 3), abs=8)
     assert state["params"].value["w"].sharding.spec == P("dcn", "fsdp", "model")
+
+
+@pytest.mark.slow
+def test_axes_that_are_part_of_types(flat):
+    """On these JAX does not decide how to multiply by a matrix whose rows are sharded."""
+    explicit = jax.make_mesh((2, 2, 2), ("dcn", "fsdp", "model"), axis_types=(AxisType.Explicit,) * 3)
+    columns = {"w": P(None, ("fsdp", "model")), "b": P(("fsdp", "model")), "c": P()}
+    state, _, _ = run(method(HALF, columns, fragments=2), explicit, specs=columns)
+    wanted, _, _ = run(method(HALF, None, fragments=2), flat)
+    assert_close(anchor(state), anchor(wanted))
 
 
 @pytest.mark.parametrize(

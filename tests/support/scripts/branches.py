@@ -105,7 +105,7 @@ def main():
             (mesh, jd.distribute(step, mesh), batch),
             (WORKERS, jd.simulate(step, WORKERS), rows),
         ):
-            placed = jd.place(state, place)
+            placed, metrics = jd.place(state, place), None
             for _ in range(STEPS):
                 placed, metrics = run(placed, inputs)
             ends.append(jax.tree.leaves((placed.params, metrics)))
