@@ -1,5 +1,7 @@
 """Meshes with a further axis that the compiler shards: reducers run on each shard and never gather it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -144,6 +146,26 @@ def test_each_shard_has_its_own_state(both):
     state = train(tx, both, start(tx, both), steps=1)
     kept = (state.opt[0].reducer.residual.value["w"].value == 0).sum((2, 3))
     assert kept.tolist() == [[3, 3]] * 4
+
+
+def test_feedback_is_scaled_by_the_rate_of_the_step(both, flat):
+    """A value of the step, which JAX refuses in a map over the model axis that closes over it."""
+
+    def final_params(mesh, specs):
+        reducer = jd.error_feedback(jd.compressed(F16), with_learning_rate=True)
+        tx = optax.with_extra_args_support(make(reducer, specs))
+
+        def step(state, batch):
+            rate = 0.5 / (1 + state.params["b"][0] ** 2)
+            scaled = optax.GradientTransformationExtraArgs(tx.init, partial(tx.update, learning_rate=rate))
+            return make_step(scaled)(state, batch)
+
+        run, state = jd.distribute(step, mesh, donate=False), start(tx, mesh) if specs else fresh(tx, mesh)
+        for seed in range(3):
+            state, _ = run(state, batch(seed=seed))
+        return state.params
+
+    assert_close(final_params(both, SPECS), final_params(flat, None))
 
 
 def test_refused_without_specs(both):
