@@ -154,7 +154,10 @@ def _check_specs(specs: PyTree | None, axis: AxisNames) -> None:
     """Checks that specs, if any, are over other axes than that of the workers, whose models differ."""
     check_specs(specs, caller="local_steps(specs=)")
     if specs is not None and axis is None:
-        raise ValueError("specs= are of workers on a mesh, and with axis=None there is one alone: leave them out")
+        raise ValueError(
+            "specs= are of workers on a mesh, and with axis=None there is one alone: leave them out, and shard the "
+            "state by init_state(specs=)"
+        )
     named = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} & set(axis_tuple(axis))
     if named:
         raise ValueError(

@@ -116,7 +116,10 @@ def expect(
         problems += _check_kind(KINDS[name], float(limit), seen, spare_bytes)
     sent = sum(op.wire_bytes for op in seen)
     if wire_bytes is not None and sent > wire_bytes + spare_bytes:
-        problems.append(f"one worker sends {sent:,.0f} bytes, expected at most {wire_bytes:,.0f}")
+        problems.append(
+            f"one worker sends {sent:,.0f} bytes, expected at most {wire_bytes:,.0f} (without messages of up to "
+            f"{spare_bytes})"
+        )
     if dtype is not None:
         problems += _check_dtype(jnp.dtype(dtype), seen)
     if times is not None:

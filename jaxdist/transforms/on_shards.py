@@ -21,8 +21,8 @@ from ..state.parameter_specs import spec_axes, without_axes
 from .reduce_scatter import scattered_dimensions, scattering
 
 FLATTENED = (
-    "specs= needs a reducer with separate state for each leaf; put error feedback around bucketed, not "
-    "inside, and do not use hierarchical"
+    "specs= needs a reducer with separate state for each leaf: put error feedback around bucketed, not inside, pass "
+    "two_shot(..., server_feedback=False), and do not use hierarchical"
 )
 
 
