@@ -226,7 +226,7 @@ def test_a_store_is_asked_one_thing_at_a_time_but_for_an_upload(overlap):
 
 
 def test_a_transfer_that_fails_while_the_island_trains_is_made_up_for_in_the_next_meeting():
-    tx, silent = method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0)), []
+    tx, silent, reports = method(inner=sgd(0.1), outer=lambda: optax.sgd(1.0)), [], []
 
     def around(number, name, function, arguments):
         if silent and name == "put":
@@ -242,13 +242,15 @@ def test_a_transfer_that_fails_while_the_island_trains_is_made_up_for_in_the_nex
                 state = step(state, GOALS[0])
             silent.extend(["from here on"] if number == 1 else [])
             state, report = island.meet(state)
+            reports.append(report)
             while number == 1 and len(silent) < 3:
                 time.sleep(0.01)
             silent.clear()
             wait_for_threads(island)
         assert (report.round, report.counted, report.offline) == (2, True, False)
-        assert report.retries >= 1
-        assert report.problem == "ConnectionError: no route"
+        # The transfer may fail before the second meeting ends, or after that.
+        assert sum(report.retries for report in reports[1:]) >= 1
+        assert {report.problem for report in reports[1:]} >= {"ConnectionError: no route"}
     assert_close(state.params, own_path(tx, step, 3), tolerance=1e-6)
 
 
