@@ -22,6 +22,8 @@ ELEMENTWISE = frozenset(
 RESHAPES = frozenset(("reshape", "squeeze", "expand_dims", "broadcast_in_dim"))
 # These change the type of an array and none of its entries.
 CASTS = frozenset(("pvary", "pcast"))
+# No entry of a result depends on two of an operand.
+ENTRYWISE = ELEMENTWISE | RESHAPES | CASTS
 # Their condition or bounds may be scalars while the other operands are arrays.
 TAKES_NUMBERS = frozenset(("select_n", "clamp"))
 
@@ -76,8 +78,7 @@ def combines_entries(closed: Any) -> bool:
         inside = inner_jaxprs(equation)
         if any(map(combines_entries, inside)):
             return True
-        independent = equation.primitive.name in ELEMENTWISE | RESHAPES | CASTS
-        if not inside and not independent and any(atom.aval.ndim for atom in equation.invars):
+        if not inside and equation.primitive.name not in ENTRYWISE and any(atom.aval.ndim for atom in equation.invars):
             return True
     return False
 

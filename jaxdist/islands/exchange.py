@@ -33,6 +33,7 @@ from ..reducers.ef21 import EF21State
 from ..reducers.reducer import NO_EXTRAS, Extras, Law, Messages, Reduced, Reducer
 from ..state.marks import is_mark, with_value
 from ..state.placement import place_leaf
+from .model import find_mesh
 
 ONES_THAT_WORK = "exact(), compressed(code), power_sgd(rank), or error_feedback or compute_visible around these"
 # Labels of the trace of a round: what only this island has, what all islands have, and what arrives.
@@ -248,7 +249,7 @@ def take_outer_step(
 
 def find_whole(anchor: Updates) -> NamedSharding | None:
     """The sharding of a copy on each device of the mesh that the global parameters are on; `None`: a single device."""
-    mesh = next((x.sharding.mesh for x in jax.tree.leaves(anchor) if isinstance(x.sharding, NamedSharding)), None)
+    mesh = find_mesh(anchor)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 

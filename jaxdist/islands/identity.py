@@ -166,9 +166,11 @@ def _fingerprint(
         encodings.append((method, np.int32(0), anchor, params, reducer, one, received))
         # What is averaged may be any numbers. Those of the encoder may be sums over entries, as products of PowerSGD
         # are, and the mesh of an island decides in which order these are added.
-        averaged = [_draw_pattern(x, number, salt=3) for number, x in enumerate(like)]
-        encoded = averaged if plan.is_averaged(number) else [to_host(x) for x in encode_drift(*encodings[-1])[0]]
-        received = [*received, encoded]
+        if plan.is_averaged(number):
+            sent = [_draw_pattern(x, i, salt=3) for i, x in enumerate(like)]
+        else:
+            sent = [to_host(x) for x in encode_drift(*encodings[-1])[0]]
+        received = [*received, sent]
     *received, hosts = received
     total, replicated = method.begin_total(anchor), shared.reducer
     adding = (method, total, hosts, one, reducer, received)

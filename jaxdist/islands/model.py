@@ -26,7 +26,7 @@ def find_model(state: PyTree) -> tuple[LocalStepsState, PyTree]:
     params = params.value if isinstance(params, PerWorker) else params
     # Committed to their devices, as those that `enter` compiles for: a step that was compiled ahead of time may return
     # arrays that are not, and then the programs of a meeting would be compiled once more, while others wait.
-    mesh = _find_mesh(params)
+    mesh = find_mesh(params)
     return _commit(local, mesh), _commit(params, mesh)
 
 
@@ -35,7 +35,7 @@ def replace_model(state: PyTree, local: LocalStepsState, params: PyTree) -> PyTr
     old_local, old_params = _find(state)
     if isinstance(old_params, PerWorker):
         params = with_value(old_params, params)
-    mesh = _find_mesh(old_params)
+    mesh = find_mesh(old_params)
     fresh = {id(old_local): _place(local, old_local, mesh), id(old_params): _place(params, old_params, mesh)}
     nodes, structure = jax.tree.flatten(state, is_leaf=lambda node: id(node) in fresh)
     return structure.unflatten([fresh.get(id(node), node) for node in nodes])
@@ -52,7 +52,7 @@ def automatic_mesh() -> Iterator[None]:
         yield
 
 
-def _find_mesh(params: PyTree) -> Mesh | AbstractMesh | None:
+def find_mesh(params: PyTree) -> Mesh | AbstractMesh | None:
     """The mesh that parameters are placed on, or `None` for a single device."""
     shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     return next((x.mesh for x in shardings if isinstance(x, NamedSharding)), None)

@@ -16,7 +16,7 @@ from ..comm.over import over
 from ..reducers.exact import exact
 from ..reducers.reducer import Law, Reducer, check_reducer
 from ..state.marks import PerWorker, axis_tuple, bind, expand_specs, is_mark, with_value
-from ..state.parameter_specs import check_specs, spec_axes
+from ..state.parameter_specs import axes_of_specs, check_specs
 from ..transforms.common import LearningRate, inner_step, rate_at
 from ..transforms.extra_args import with_extra_args
 from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes
@@ -87,21 +87,21 @@ def local_steps(
       sync_period: `H`, or a schedule of it: 8 to 64 for averaging, up to 500 with DiLoCo.
       offset: the first round's length, if not `H`.
       fragments: groups of leaves, `H/P` steps apart: `P`, `strided(P)`.
-      delay: a drift is sent during the next step and merged `d` steps later.
+      delay: a drift is sent during the next step, merged `d` steps later.
       merge_alpha: `α` of `p_w = α p_w + (1-α) a`, with a delay 0.5.
       overlap_correction: keeps progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)` (with `delay`).
       eager: the same, but `p_w` becomes `p̂_w = a + outer((a - p_w)/W)` when it is sent (`delay` ≥ 2).
       merge: "mean", or "rda": the mean length along the mean direction, leaf by leaf; of `exact()`, in islands of any.
-      buffers: `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero, or `"average"` (sent).
+      buffers: `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero, or `"average"`.
       warmup_steps: first steps, of averaged gradients.
       reducer: of the drift; by default `exact()`.
-      specs: as in `all_reduce`, so that a reducer codes each shard (FSDP, tensor parallelism).
+      specs: as in `all_reduce`.
 
     Returns:
       The end of a chain; its `update` needs `params`.
 
     Raises:
-      ValueError: options, `outer` or sharding do not fit; at trace time, `params` are not `PerWorker`.
+      ValueError: options or sharding do not fit; at trace time, `params` are not `PerWorker`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -158,7 +158,7 @@ def _check_specs(specs: PyTree | None, axis: AxisNames) -> None:
             "specs= are of workers on a mesh, and with axis=None there is one alone: leave them out, and shard the "
             "state by init_state(specs=)"
         )
-    named = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} & set(axis_tuple(axis))
+    named = axes_of_specs(specs) & set(axis_tuple(axis))
     if named:
         raise ValueError(
             f"local_steps(specs=) name the axis of the workers, {min(named)!r}, whose models differ between rounds: "

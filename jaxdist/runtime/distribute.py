@@ -60,7 +60,7 @@ def distribute(
     The step receives the state without worker dimensions (a field `PerWorker(params)` arrives as plain parameters) and
     this worker's shard of the batch, and returns the state and metrics that are equal on all workers.
 
-    Between CPU processes collectives behind a loop or branch that communicates wait for it: XLA would mix them up.
+    Between CPU processes, collectives wait for loops and branches before them.
 
     Args:
       mesh: the mesh. Axes other than `axis` (tensor parallelism) are left to the compiler, or, if they are Explicit, to

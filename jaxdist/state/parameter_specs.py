@@ -15,6 +15,11 @@ def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(name for part in spec for name in axis_tuple(part))
 
 
+def axes_of_specs(specs: PyTree) -> set[str]:
+    """The names of mesh axes in a tree of partition specs."""
+    return {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)}
+
+
 def join_specs(first: Iterable[Any], second: Iterable[Any]) -> PartitionSpec:
     """The spec of the dimensions of one spec, and then of those of another."""
     parts = [*first, *second]

@@ -17,7 +17,7 @@ from ..comm.base import Comm, Sent, count_sent, total_bytes
 from ..comm.over import over
 from ..reducers.reducer import Extras, Law, Reduced, Reducer, shards_of
 from ..state.marks import PerWorker, axis_tuple, expand_specs, map_marked, with_value
-from ..state.parameter_specs import spec_axes, without_axes
+from ..state.parameter_specs import axes_of_specs, spec_axes, without_axes
 from .reduce_scatter import scattered_dimensions, scattering
 
 FLATTENED = (
@@ -95,7 +95,7 @@ def reduce_on_shards(
     """
     kinds = _kinds(specs)
     specs = expand_specs(specs, updates)
-    names = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} - set(axis_tuple(axis))
+    names = axes_of_specs(specs) - set(axis_tuple(axis))
     # Axes that shard the batch alone: inside a map over them the compiler divides no flattened leaf.
     names = names or set(mesh_axes_left_over())
     if len(kinds) == 1:
@@ -215,7 +215,7 @@ def _strip_marks(state: State, names: set[str]) -> State:
 
 def _mesh_sizes(specs: PyTree) -> dict[str, int]:
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    missing = sorted({name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)} - set(sizes))
+    missing = sorted(axes_of_specs(specs) - set(sizes))
     if missing:
         raise ValueError(
             f"specs name the mesh axes {missing}, which are unknown here; make the state with "

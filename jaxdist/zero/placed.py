@@ -12,7 +12,7 @@ from .._core.checks import NO_PARAMS
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..reducers.reducer import Reducer
 from ..state.marks import axis_tuple, expand_specs, spec_entry
-from ..state.parameter_specs import spec_axes, without_axes
+from ..state.parameter_specs import axes_of_specs, without_axes
 from ..transforms.all_reduce import AllReduceState, all_reduce
 from ..transforms.in_plain_jit import is_outside_map, weights_of_workers
 from ..transforms.local_gradients import check_leaves
@@ -114,7 +114,7 @@ def placed_zero(
             "means: under plain jit zero.zero_shardings places their optimizer's state"
         )
     averaged = all_reduce(reducer, axis=axis, specs=specs)
-    named = {name for spec in jax.tree.leaves(specs) for name in spec_axes(spec)}
+    named = axes_of_specs(specs)
     if not named & set(axis_tuple(axis)):
         raise ValueError(
             f"zero_redundancy(specs=) shards the state over axis {spec_entry(axis_tuple(axis))!r}, but no spec names "

@@ -1,7 +1,6 @@
 """Between CPU processes no collective is free to start beside those of a loop or branch before it."""
 
 import importlib
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +8,13 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from problems import TrainState, make_step
 
 import jaxdist as jd
 from jaxdist.analysis import hlo_reader
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
 WORKERS, STEPS = 4, 4
-
-
-class State(NamedTuple):
-    params: Any
-    opt: Any
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +59,7 @@ def loss(params, batch):
 
 
 def trained(tx, loss=loss):
-    def step(state, batch):
-        value, gradients = jd.local_value_and_grad(loss)(state.params, batch)
-        updates, opt = tx.update(gradients, state.opt, state.params)
-        return State(optax.apply_updates(state.params, updates), opt), {"loss": lax.pmean(value, "data")}
-
-    return step
+    return make_step(tx, grad=jd.local_value_and_grad(loss))
 
 
 def branches_of(axis="data"):
@@ -88,7 +78,7 @@ def branches_of(axis="data"):
         second = lax.psum(batch[:2], axis)
         y = lax.cond(agreed, lambda x: lax.pmax(x, axis), lambda x: x, 2 * state.params)
         z = lax.while_loop(lambda z: z.sum() < 50, lambda z: z + lax.pmean(abs(z), axis), state.params)
-        return State(x + y.mean() + z, state.opt + 1), {"others": (first, second, lax.pmax(batch.max(), axis))}
+        return TrainState(x + y.mean() + z, state.opt + 1), {"others": (first, second, lax.pmax(batch.max(), axis))}
 
     return step
 
@@ -102,23 +92,23 @@ def of_loops(params, batch):
 
 
 def make_branches():
-    return branches_of(), State(jnp.ones((8, 8)), jnp.int32(0))
+    return branches_of(), TrainState(jnp.ones((8, 8)), jnp.int32(0))
 
 
 def make_streaming():
     tx = jd.local_sgd.streaming_diloco(optax.adam(0.1), sync_period=2, fragments=2)
-    return trained(tx), State(jd.PerWorker(start()), tx.init(start()))
+    return trained(tx), TrainState(jd.PerWorker(start()), tx.init(start()))
 
 
 def make_accordion():
     regime = jd.reducers.accordion(jd.power_sgd(2), jd.power_sgd(1), epoch_steps=1, interval_steps=1)
     tx = optax.chain(jd.all_reduce(jd.error_feedback(regime)), optax.sgd(0.1))
-    return trained(tx), State(start(), tx.init(start()))
+    return trained(tx), TrainState(start(), tx.init(start()))
 
 
 def make_loops():
     sharded, tx = jd.zero.shard(start(), smallest=0), jd.zero_redundancy(optax.adam(0.1))
-    return trained(tx, of_loops), State(sharded, tx.init(sharded))
+    return trained(tx, of_loops), TrainState(sharded, tx.init(sharded))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +144,7 @@ def test_collectives_behind_a_loop_or_branch_wait_for_it(monkeypatch, mesh, make
 
 def test_a_step_without_loops_and_branches_is_what_it_was(monkeypatch, mesh):
     tx = optax.chain(jd.all_reduce(jd.exact()), optax.adam(0.1))
-    state, batch = jd.place(State(start(), tx.init(start())), mesh), np.ones((WORKERS, 8), np.float32)
+    state, batch = jd.place(TrainState(start(), tx.init(start())), mesh), np.ones((WORKERS, 8), np.float32)
     texts = []
     for _ in range(2):
         texts.append(jd.distribute(trained(tx), mesh).lower(state, batch).compile().as_text())

@@ -15,7 +15,7 @@ def run_two_processes(script, folder, *cases, timeout, count=2):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags_without_devices(),
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, SUPPORT))),
     }
     command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", str(count), "--logs", str(folder / "logs")]
     command += [str(SUPPORT / "scripts" / script), str(folder), *cases]

@@ -7,22 +7,17 @@ Prints, as JSON, how far parameters and metrics are from those of the simulation
 
 import json
 import sys
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from problems import TrainState, make_step
 
 import jaxdist as jd
 
 WORKERS, STEPS, WIDTH = 2, 40, 512
-
-
-class State(NamedTuple):
-    params: Any
-    opt: Any
 
 
 def start():
@@ -46,12 +41,7 @@ def loss_of_shards(params, x):
 
 
 def trained(tx, loss=loss):
-    def step(state, batch):
-        value, gradients = jd.local_value_and_grad(loss)(state.params, batch)
-        updates, opt = tx.update(gradients, state.opt, state.params)
-        return State(optax.apply_updates(state.params, updates), opt), {"loss": lax.pmean(value, "data")}
-
-    return step
+    return make_step(tx, grad=jd.local_value_and_grad(loss))
 
 
 def branch_beside_others(state, batch):
@@ -68,7 +58,7 @@ def branch_beside_others(state, batch):
     x = lax.cond(state.opt < STEPS, communicate, lambda x: x, state.params[0])
     # Enough to do for XLA to use several threads.
     more = [jnp.cumsum(batch[:, :100] * k, 0) for k in range(1, 8)]
-    return State([x, *more], state.opt + 1), {"others": others[1:]}
+    return TrainState([x, *more], state.opt + 1), {"others": others[1:]}
 
 
 def make_cases():
@@ -81,13 +71,13 @@ def make_cases():
         ("streaming", local.streaming_diloco(adam, sync_period=2, fragments=2), drifting),
         ("accordion", optax.chain(jd.all_reduce(jd.error_feedback(regime)), optax.sgd(0.1)), alike),
     ):
-        yield name, trained(tx), State(params, tx.init(start()))
+        yield name, trained(tx), TrainState(params, tx.init(start()))
     sharded, tx = jd.zero.shard(start() + start()), jd.zero_redundancy(adam)
-    yield "gathered_scan", trained(tx, loss_of_shards), State(sharded, tx.init(sharded))
+    yield "gathered_scan", trained(tx, loss_of_shards), TrainState(sharded, tx.init(sharded))
     yield (
         "branch",
         branch_beside_others,
-        State(jd.PerWorker([jnp.ones((64, WIDTH)), *[jnp.ones((64, 100))] * 7]), jnp.int32(0)),
+        TrainState(jd.PerWorker([jnp.ones((64, WIDTH)), *[jnp.ones((64, 100))] * 7]), jnp.int32(0)),
     )
 
 
